@@ -1,0 +1,189 @@
+"""The values that flow through a step. Pure Python: no arrays, no device, no tokenizer.
+
+    requests -> Scheduler.schedule() -> StepPlan -> Backend.submit/collect -> sampling
+                      ^                                                          |
+                      +------------------ Scheduler.commit(StepResult) <---------+
+
+`Sequence` is the only mutable type here and holds all state of one request; everything else is
+frozen. Positions count tokens of a sequence from 0; its KV occupies positions [0, cached_len).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended; the values are those of OpenAI's API where it has one."""
+
+    STOP = "stop"  # stop token or stop string
+    LENGTH = "length"  # max_new_tokens, or the context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"  # no KV slot yet
+    RUNNING = "running"  # owns a KV slot
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """All scheduling state of one request.
+
+    Attributes:
+        seq_id: unique within an engine.
+        tokens: prompt and generated token ids, in order.
+        prompt_len: how many of `tokens` came with the request.
+        max_new_tokens: generated tokens at which the sequence ends with LENGTH.
+        slot: KV slot while RUNNING.
+        cached_len: leading tokens whose keys and values are in the slot.
+        prefix_of: sequence whose KV up to this one's prompt is copied instead of computed (`n` > 1).
+    """
+
+    seq_id: int
+    tokens: list[int]
+    prompt_len: int
+    max_new_tokens: int
+    state: SequenceState = SequenceState.WAITING
+    slot: int | None = None
+    cached_len: int = 0
+    finish_reason: FinishReason | None = None
+    prefix_of: int | None = None
+
+    @property
+    def generated_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def reserved_len(self) -> int:
+        """Tokens of KV that this sequence may come to hold."""
+        return self.prompt_len + self.max_new_tokens
+
+    def check(self) -> None:
+        """Assert our own invariant: 0 <= cached < tokens, a slot exactly while running."""
+        assert 0 < self.prompt_len <= len(self.tokens)
+        assert 0 <= self.cached_len <= len(self.tokens)
+        assert (self.slot is not None) == (self.state is SequenceState.RUNNING)
+        assert self.generated_len <= self.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step.
+
+    Attributes:
+        seq_id: the sequence.
+        slot: its KV slot.
+        past_len: tokens already in the slot; the new ones are written from this position on.
+            Passing less than was written before undoes what lies beyond (rejected drafts).
+        tokens: new token ids, at least one: a prompt chunk, or the last token and its drafts.
+        num_logits: logits wanted for the last `num_logits` of `tokens`; 0 for a prompt chunk
+            that does not reach the end of the prompt.
+    """
+
+    seq_id: int
+    slot: int
+    past_len: int
+    tokens: tuple[int, ...]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvCopy:
+    """Copy the first `num_tokens` positions of slot `source` to slot `target`."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvRelease:
+    """The slot's content is not needed any more: its memory may go back to the system."""
+
+    slot: int
+
+
+KvOp = KvCopy | KvRelease
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: `kv_ops` in their order, then all rows in one packed call.
+
+    Rows are in ascending slot order and each slot occurs at most once. Rows may be empty (only
+    KV operations are to be done then).
+    """
+
+    step_id: int
+    rows: tuple[Row, ...]
+    kv_ops: tuple[KvOp, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+    @property
+    def num_logits(self) -> int:
+        return sum(row.num_logits for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAlternative:
+    """A token the model could have chosen, with its log probability in nats."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What was drawn from one row of logits.
+
+    `logprob` (nats, of the model's own distribution before any sampling parameter) and `top` are
+    set only where the request asked for logprobs.
+    """
+
+    token_id: int
+    entropy_nats: float
+    logprob: float | None = None
+    top: tuple[TokenAlternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Tokens to append to one sequence; `finish` ends it after them."""
+
+    seq_id: int
+    sampled: tuple[SampledToken, ...]
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to, in the order of the plan's rows.
+
+    Attributes:
+        step_id: of the plan.
+        rows: one entry a plan row; `sampled` is empty for a prompt chunk without logits.
+        model_ms: wall time inside the model.
+    """
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+    model_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of the step log that benchmarks and metrics read."""
+
+    step_id: int
+    num_rows: int
+    num_tokens: int
+    model_ms: float
+    host_ms: float
+    waiting: int = field(default=0)

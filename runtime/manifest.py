@@ -1,0 +1,265 @@
+"""The package schema: what the exporter writes and the runtime reads.
+
+A package is a folder with `manifest.json`, `tokenizer.json`, optionally `chat_template.jinja`,
+`generation_config.json`, `precision_report.json`, and one folder a target (`cpu_int8/`). The
+manifest names every file with its size and SHA-256; nothing is inferred from file names.
+
+`read_manifest` checks sizes always and hashes on request. Unknown keys are refused: a package that
+says more than this reader understands carries a newer `schema_version`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from headrace.runtime.errors import PackageError
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+
+# Names of graph inputs and outputs. N new tokens of the step, packed; B slots bound; S longest row;
+# R logits asked for; C slot capacity in tokens.
+INPUT_IDS = "input_ids"  # int64 [N]
+GATHER_INDEX = "gather_index"  # int64 [B, S]: packed position of (slot, i); 0 for padding
+SCATTER_INDEX = "scatter_index"  # int64 [N]: b * S + i of each packed token
+SEQLENS_K = "seqlens_k"  # int32 [B]: past + new - 1
+TOTAL_TOKENS = "total_tokens"  # int32 []: C
+QUERY_SEQLENS = "query_seqlens"  # int32 [B]: new tokens of each slot, 0 for an idle one
+LOGITS_INDEX = "logits_index"  # int64 [R]: packed positions whose logits are wanted
+POSITION_IDS = "position_ids"  # int64 [B, S] (form "tree")
+ATTENTION_BIAS = "attention_bias"  # float32 [B, 1, S, C] (form "tree")
+PAST_KEY, PAST_VALUE = "past_key.{}", "past_value.{}"  # [B, kv_heads, C, head_dim]
+PRESENT_KEY, PRESENT_VALUE = "present_key.{}", "present_value.{}"
+LOGITS = "logits"  # float32 [R, vocab]
+ENTROPY = "entropy"  # float32 [R], nats
+HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The shape of the model. `context_tokens` is the longest sequence it was trained for."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_tokens: int
+    tied_embeddings: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceInfo:
+    """Where the weights came from. `file` is a name without its folder."""
+
+    format: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenText:
+    """A text and the token ids that the checkpoint's tokenizer makes of it, checked at load."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerInfo:
+    """`add_bos`: prepend `bos_token_id` to raw prompts. A chat template adds its own."""
+
+    file: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    add_bos: bool
+    chat_template: str | None
+    golden: tuple[GoldenText, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCacheInfo:
+    """`dtype`: "float32" or "int8" (static per-channel scales, folded into the graph)."""
+
+    dtype: str
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInfo:
+    """One ONNX graph of a target; all graphs of a target share its weight file.
+
+    Attributes:
+        form: "ragged" (GroupQueryAttention with query_seqlens), "uniform" (without: every slot
+            of a call has one new token, or there is one slot), "tree" (ragged with position_ids
+            and attention_bias).
+        file: path within the package, with forward slashes.
+        min_onnxruntime: oldest onnxruntime that runs it, "1.32".
+        inputs, outputs: names without the per-layer cache.
+    """
+
+    form: str
+    file: str
+    min_onnxruntime: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """Precision of one weight as stored in a target."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetInfo:
+    """One set of graphs for one kind of device.
+
+    Attributes:
+        name: folder, e.g. "cpu_int8".
+        device: "cpu" or "cuda".
+        precision: the `--precision` it was exported with.
+        weight_bytes: of all weight files together.
+    """
+
+    name: str
+    device: str
+    precision: str
+    kv_cache: KvCacheInfo
+    graphs: tuple[GraphInfo, ...]
+    tensors: tuple[TensorInfo, ...]
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInfo:
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    schema_version: int
+    generator: str
+    model: ModelInfo
+    source: SourceInfo
+    tokenizer: TokenizerInfo
+    targets: tuple[TargetInfo, ...]
+    files: tuple[FileInfo, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+
+def read_manifest(folder: Path, *, verify_hashes: bool = False) -> Manifest:
+    """Read and check a package.
+
+    Raises:
+        PackageError: not a package, a newer schema, a missing file, a file of another size, or
+            (with `verify_hashes`) another content.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PackageError(
+            f"{folder} is not a headrace package: it has no {MANIFEST_FILE}; "
+            "make one with runtime-export"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise PackageError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("schema_version"), int):
+        raise PackageError(f"{path} is not a package manifest: it has no schema_version")
+    if raw["schema_version"] != SCHEMA_VERSION:
+        raise PackageError(
+            f"{path} has schema version {raw['schema_version']}, this headrace reads "
+            f"{SCHEMA_VERSION}; export the package again or use the headrace that made it"
+        )
+    manifest = _decode(Manifest, raw, str(path))
+    _check_files(folder, manifest, verify_hashes)
+    return manifest
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def package_path(folder: Path, relative: str) -> Path:
+    """Path of a package file; refuses one that leaves the package."""
+    pure = PurePosixPath(relative)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in relative or ":" in relative:
+        raise PackageError(f"the manifest names {relative!r}, which is outside of its package")
+    return folder / pure
+
+
+def _check_files(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
+    listed = {info.path for info in manifest.files}
+    needed = [manifest.tokenizer.file]
+    needed += [manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else []
+    needed += [graph.file for target in manifest.targets for graph in target.graphs]
+    for name in needed:
+        if name not in listed:
+            raise PackageError(f"{folder / MANIFEST_FILE} uses {name} but does not list it")
+    for info in manifest.files:
+        path = package_path(folder, info.path)
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise PackageError(f"{path} is missing; export or copy the package again") from None
+        if size != info.bytes:
+            raise PackageError(
+                f"{path} has {size} bytes instead of {info.bytes}; copy the package again"
+            )
+        if verify_hashes and file_sha256(path) != info.sha256:
+            raise PackageError(f"{path} was changed: its SHA-256 differs; copy the package again")
+
+
+T = TypeVar("T")
+
+
+def _decode(kind: type[T], value: Any, where: str) -> T:
+    """Build dataclass `kind` from JSON, naming the place where the types do not fit."""
+    if not isinstance(value, dict):
+        raise PackageError(f"{where}: expected an object")
+    hints = typing.get_type_hints(kind)
+    names = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(value.keys() - names):
+        raise PackageError(f"{where}: unknown key {unknown[0]!r}")
+    if missing := sorted(names - value.keys()):
+        raise PackageError(f"{where}: key {missing[0]!r} is missing")
+    return kind(**{n: _decode_field(hints[n], value[n], f"{where}: {n}") for n in names})
+
+
+def _decode_field(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise PackageError(f"{where}: expected a list")
+        item = typing.get_args(hint)[0]
+        return tuple(_decode_field(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is types.UnionType:
+        inner = next(a for a in typing.get_args(hint) if a is not type(None))
+        return None if value is None else _decode_field(inner, value, where)
+    if dataclasses.is_dataclass(hint):
+        return _decode(typing.cast(type[Any], hint), value, where)
+    if type(value) is not hint:  # exact: a bool is no int here
+        raise PackageError(f"{where}: expected {hint.__name__}")
+    if hint is int and value < 0:
+        raise PackageError(f"{where}: expected a number of at least 0")
+    return value

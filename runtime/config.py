@@ -5,3 +5,372 @@ follow the field's habits (transformers, vLLM); `docs/architecture.md` lists whe
 """
 
 from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, cast
+
+from headrace.runtime.errors import ConfigError, PackageError
+
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+
+# What users of other runtimes write, and what to write here.
+_FOREIGN_KEYS = {
+    "do_sample": "temperature (0 is greedy)",
+    "num_beams": "n (there is no beam search)",
+    "num_return_sequences": "n",
+    "best_of": "n",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens (the prompt is not counted)",
+    "min_length": "min_new_tokens (the prompt is not counted)",
+    "min_tokens": "min_new_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "eos_token_id": "stop_token_ids",
+    "stop_strings": "stop",
+    "top_logprobs": "logprobs",
+    "random_seed": "seed",
+    "batch_size": "max_sequences",
+    "max_num_seqs": "max_sequences",
+    "max_batch_size": "max_sequences",
+    "n_ctx": "context_tokens",
+    "max_model_len": "context_tokens",
+    "n_threads": "num_threads",
+    "threads": "num_threads",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """How one request is decoded. The plain default is greedy and runs to the end of the context.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most; None fills the context.
+        min_new_tokens: end-of-sequence and stop tokens are not drawn before this many.
+        temperature: logits are divided by it; 0 takes the most probable token.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of most probable tokens whose probabilities, after
+            temperature and top_k, come to at least this (the most probable one always stays); 1 keeps all.
+        min_p: drop tokens less probable than this share of the most probable one; 0 keeps all.
+        repetition_penalty: logits of tokens in the prompt or answer are divided by it where
+            positive and multiplied where negative; 1 does nothing.
+        presence_penalty: taken once from the logit of each token of the answer, -2 to 2.
+        frequency_penalty: taken from it once an occurrence, -2 to 2.
+        seed: of the noise, 0 to 2**64 - 1; None draws one from the system for each request.
+        stop: strings that end the answer; a single string is accepted.
+        stop_token_ids: tokens that end the answer, besides the model's own.
+        include_stop_str_in_output: whether the matched stop string is part of the text.
+        logprobs: report the log probability of each token and of this many alternatives; 0 for
+            the token alone, None for nothing.
+        logit_bias: added to the logits of these tokens; minus infinity bans one.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        n: how many answers to the same prompt.
+
+    Raises:
+        ConfigError: a value is wrong; names field, value and what is expected.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    ignore_eos: bool = False
+    n: int = 1
+
+    _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
+
+    def __post_init__(self) -> None:
+        _check_fields(self, self._CHECKS)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            limit = f"at most max_new_tokens, {self.max_new_tokens}"
+            raise ConfigError("min_new_tokens", self.min_new_tokens, limit)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GenerationConfig:
+        """Make one from plain data.
+
+        Raises:
+            ConfigError: a value is wrong or a key is unknown; names the likely intended key.
+        """
+        return _from_dict(cls, values)
+
+    @classmethod
+    def from_defaults(cls, defaults: Mapping[str, Any], **overrides: Any) -> GenerationConfig:
+        """The model's `generation_config.json` under what the user set.
+
+        Keys of the file that have no meaning here are passed over, as are nulls. `do_sample`
+        decides: false is greedy whatever the temperature; true without a temperature is 1.0.
+
+        Raises:
+            PackageError: the file holds a value that is out of range.
+            ConfigError: an override is wrong or unknown.
+        """
+        picked = _package_defaults(defaults)
+        try:
+            cls(**picked)
+        except ConfigError as error:
+            raise PackageError(f"generation_config.json: {error}") from None
+        return cls.from_dict({**picked, **overrides})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` takes."""
+        return _to_dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
+        return GenerationConfig.from_dict, (self.to_dict(),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine uses the machine. None leaves the choice to the engine.
+
+    Attributes:
+        max_sequences: sequences decoded at once; each has a KV slot.
+        max_waiting: requests that may queue for a slot; more are refused.
+        max_chunk_tokens: longest piece of a prompt in one step, when nobody else decodes.
+        inter_token_bound_ms: time that a long prompt may add between two tokens of its
+            neighbours; prompts are cut into shorter pieces to keep to it.
+        num_threads: threads inside the model.
+        kv_budget_bytes: memory for keys and values of all sequences.
+        context_tokens: longest sequence, shorter than the model's own.
+        target: which of the package's targets to load, e.g. "cpu_int8".
+        form: which of the target's graphs to load, e.g. "ragged".
+
+    Raises:
+        ConfigError: a value is wrong; names field, value and what is expected.
+    """
+
+    max_sequences: int = 16
+    max_waiting: int = 1024
+    max_chunk_tokens: int = 512
+    inter_token_bound_ms: float = 100.0
+    num_threads: int | None = None
+    kv_budget_bytes: int | None = None
+    context_tokens: int | None = None
+    target: str | None = None
+    form: str | None = None
+
+    _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
+
+    def __post_init__(self) -> None:
+        _check_fields(self, self._CHECKS)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Make one from plain data.
+
+        Raises:
+            ConfigError: a value is wrong or a key is unknown; names the likely intended key.
+        """
+        return _from_dict(cls, values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` takes."""
+        return _to_dict(self)
+
+
+def _package_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a transformers generation config that say something here."""
+    known = {"max_new_tokens", "min_new_tokens", "repetition_penalty"}
+    known |= {"temperature", "top_k", "top_p", "min_p"}
+    picked = {key: defaults[key] for key in known if defaults.get(key) is not None}
+    if picked.get("top_k") == -1:  # a common spelling of "off"
+        picked["top_k"] = 0
+    if (strings := defaults.get("stop_strings")) is not None:
+        picked["stop"] = strings
+    if (do_sample := defaults.get("do_sample")) is False:
+        picked["temperature"] = 0.0
+    elif do_sample is True:
+        picked.setdefault("temperature", 1.0)
+    return picked
+
+
+Config = TypeVar("Config", GenerationConfig, EngineConfig)
+
+
+def _from_dict(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    names = [f.name for f in dataclasses.fields(kind)]
+    for key in values:
+        if key not in names:
+            raise ConfigError(str(key), values[key], _known_key(key, names))
+    return kind(**values)
+
+
+def _known_key(key: object, names: list[str]) -> str:
+    """What to say about an unknown key: the likely intended one, or all of them."""
+    foreign = _FOREIGN_KEYS.get(str(key))
+    if foreign and foreign.split()[0] in names:
+        return f"a known option; did you mean {foreign}?"
+    if close := difflib.get_close_matches(str(key), names, n=1):
+        return f"a known option; did you mean {close[0]}?"
+    return f"a known option, one of {', '.join(names)}"
+
+
+def _to_dict(config: GenerationConfig | EngineConfig) -> dict[str, Any]:
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+
+
+def _check_fields(config: object, checks: Mapping[str, Callable[[str, Any], Any]]) -> None:
+    """Replace each field by its checked and normalized value."""
+    for name, check in checks.items():
+        object.__setattr__(config, name, check(name, getattr(config, name)))
+
+
+Check = Callable[[str, Any], Any]
+
+
+def _integer(low: int, high: int | None = None, *, optional: bool = False) -> Check:
+    span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    expected = span + (" or None" if optional else "")
+
+    def check(name: str, value: Any) -> int | None:
+        if optional and value is None:
+            return None
+        number = _as_int(value)
+        if number is None or number < low or (high is not None and number > high):
+            raise ConfigError(name, value, expected)
+        return number
+
+    return check
+
+
+def _number(low: float, high: float) -> Check:
+    """A finite number from `low` to `high`."""
+    span = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+
+    def check(name: str, value: Any) -> float:
+        number = _as_float(value)
+        if number is None or not low <= number <= high or math.isinf(number):
+            raise ConfigError(name, value, f"a number {span}")
+        return number
+
+    return check
+
+
+def _positive(name: str, value: Any) -> float:
+    number = _as_float(value)
+    if number is None or number <= 0 or math.isinf(number):
+        raise ConfigError(name, value, "a finite number above 0")
+    return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(name, value, "True or False")
+    return value
+
+
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(name, value, "a name or None")
+    return value
+
+
+def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else _as_tuple(value)
+    if items is None or not all(isinstance(s, str) and s for s in items):
+        raise ConfigError(name, value, "a string or a list of strings, none of them empty")
+    return cast(tuple[str, ...], items)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _as_tuple(value)
+    ids = None if items is None else [_as_int(item) for item in items]
+    if ids is None or any(i is None or i < 0 for i in ids):
+        raise ConfigError(name, value, "a list of token ids, none of them negative")
+    return tuple(cast(list[int], ids))
+
+
+def _logit_bias(name: str, value: Any) -> Mapping[int, float]:
+    expected = "a mapping of token ids to finite numbers or minus infinity"
+    if not isinstance(value, Mapping):
+        raise ConfigError(name, value, expected)
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        token_id, number = _as_int(key), _as_float(amount)
+        if token_id is None or token_id < 0 or number is None or number == math.inf:
+            raise ConfigError(f"{name}[{key!r}]", amount, expected)
+        bias[token_id] = number
+    return MappingProxyType(bias)
+
+
+def _as_int(value: Any) -> int | None:
+    """The integer that `value` is (numpy's too), or None; a bool is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _as_float(value: Any) -> float | None:
+    """The number that `value` is, or None; a bool and NaN are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return None if math.isnan(number) else number
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...] | None:
+    """The items of a list-like value; a string, bytes or mapping is none."""
+    if isinstance(value, (str, bytes, bytearray, Mapping)):
+        return None
+    if isinstance(value, AbstractSet):
+        value = sorted(value, key=repr)  # one order whatever the hash seed
+    return tuple(value) if isinstance(value, Iterable) else None
+
+
+GenerationConfig._CHECKS = {
+    "max_new_tokens": _integer(1, optional=True),
+    "min_new_tokens": _integer(0),
+    "temperature": _number(0, math.inf),
+    "top_k": _integer(0),
+    "top_p": _number(0, 1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _positive,
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "seed": _integer(0, 2**64 - 1, optional=True),
+    "stop": _stop_strings,
+    "stop_token_ids": _token_ids,
+    "include_stop_str_in_output": _flag,
+    "logprobs": _integer(0, MAX_LOGPROBS, optional=True),
+    "logit_bias": _logit_bias,
+    "ignore_eos": _flag,
+    "n": _integer(1, MAX_SAMPLES),
+}
+EngineConfig._CHECKS = {
+    "max_sequences": _integer(1, 4096),
+    "max_waiting": _integer(0),
+    "max_chunk_tokens": _integer(1),
+    "inter_token_bound_ms": _positive,
+    "num_threads": _integer(1, 1024, optional=True),
+    "kv_budget_bytes": _integer(1, optional=True),
+    "context_tokens": _integer(2, optional=True),
+    "target": _name,
+    "form": _name,
+}

@@ -24,6 +24,10 @@ from headrace.runtime.errors import PackageError
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 
+# Longest row of a step. A slot holds context + row tokens, since attention asks for room for a
+# padded row; graphs carry rotary tables of that length.
+MAX_ROW_TOKENS = 1024
+
 # Names of graph inputs and outputs. N new tokens of the step, packed; B slots bound; S longest row;
 # R logits asked for; C slot capacity in tokens.
 INPUT_IDS = "input_ids"  # int64 [N]

@@ -1,0 +1,35 @@
+"""From a checkpoint's `model_type` to the file that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace.exporters.archs import llama
+from headrace.exporters.archs.spec import DecoderSpec
+from headrace.runtime.errors import CheckpointError, UnsupportedArchitectureError
+
+_MODULES = (llama,)
+_BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object]], DecoderSpec]] = {
+    model_type: module.spec_from_config for module in _MODULES for model_type in module.MODEL_TYPES
+}
+
+
+def decoder_spec(config: Mapping[str, object]) -> DecoderSpec:
+    """Spec of a checkpoint.
+
+    Raises:
+        UnsupportedArchitectureError: nothing here knows its `model_type`.
+        CheckpointError: its config cannot be used.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError("config.json has no 'model_type'")
+    if model_type not in _BY_MODEL_TYPE:
+        raise UnsupportedArchitectureError(model_type, _BY_MODEL_TYPE)
+    spec = _BY_MODEL_TYPE[model_type](config)
+    if spec.num_heads % spec.num_kv_heads:
+        raise CheckpointError(
+            f"config.json: {spec.num_heads} attention heads cannot share "
+            f"{spec.num_kv_heads} key-value heads"
+        )
+    return spec

@@ -1,0 +1,119 @@
+"""A thin layer over onnx_ir: nodes with readable names, initializers from the weight store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from headrace.exporters.graph.weights import WeightStore
+
+MICROSOFT = "com.microsoft"
+HEADRACE = "headrace"
+OPSET = 21  # newest that every onnxruntime >= 1.21 loads; nothing later is needed
+IR_VERSION = 10
+
+Attributes = Mapping[str, int | float | str | Sequence[int]]
+
+
+class GraphBuilder:
+    """Collects the nodes, initializers and functions of one graph.
+
+    Node names are paths such as `layers.3/attention/qkv`, so that a profile can be read.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
+        self._tape = ir.tape.Tape()
+        self._initializers: dict[str, ir.Value] = {}
+        self._functions: dict[str, ir.Function] = {}
+        self._scope: list[str] = []
+        self._used: dict[str, int] = {}
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        domain: str = "",
+        attributes: Attributes | None = None,
+    ) -> ir.Value:
+        return self.ops(op_type, *inputs, outputs=1, domain=domain, attributes=attributes)[0]
+
+    def ops(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        domain: str = "",
+        attributes: Attributes | None = None,
+    ) -> Sequence[ir.Value]:
+        name = self._unique("/".join([*self._scope, op_type]))
+        values = self._tape.op_multi_out(
+            op_type, inputs, dict(attributes or {}), num_outputs=outputs, domain=domain, name=name
+        )
+        for i, value in enumerate(values):
+            value.name = f"{name}:{i}"
+        return values
+
+    def weight(self, name: str, make: Callable[[], NDArray[np.generic]]) -> ir.Value:
+        """An initializer in the shared weight file; `make` runs only if it is not there yet."""
+        if name not in self._initializers:
+            self._initializers[name] = self._tape.initializer(self.store.get(name, make), name)
+        return self._initializers[name]
+
+    def constant(self, name: str, array: NDArray[np.generic]) -> ir.Value:
+        """A small initializer inside the graph file."""
+        if name not in self._initializers:
+            self._initializers[name] = self._tape.initializer(ir.tensor(array, name=name), name)
+        return self._initializers[name]
+
+    def call(self, function: ir.Function, *inputs: ir.Value) -> ir.Value:
+        """A call of a model-local function, which becomes part of the model."""
+        self._functions.setdefault(function.name, function)
+        return self.op(function.name, *inputs, domain=function.domain)
+
+    def model(self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], name: str) -> ir.Model:
+        opsets = {"": OPSET, MICROSOFT: 1}
+        if self._functions:
+            opsets[HEADRACE] = 1
+        graph = ir.Graph(
+            inputs,
+            outputs,
+            nodes=self._tape.nodes,
+            initializers=list(self._initializers.values()),
+            opset_imports=opsets,
+            name=name,
+        )
+        return ir.Model(
+            graph,
+            ir_version=IR_VERSION,
+            producer_name="headrace",
+            functions=list(self._functions.values()),
+        )
+
+    def _unique(self, name: str) -> str:
+        count = self._used.get(name, 0)
+        self._used[name] = count + 1
+        return f"{name}.{count}" if count else name
+
+
+def graph_input(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+
+def named_output(
+    value: ir.Value, name: str, dtype: ir.DataType, shape: Sequence[int | str]
+) -> ir.Value:
+    value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
+    return value

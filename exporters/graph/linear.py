@@ -1,0 +1,221 @@
+"""Linear layers, embedding and head, one class for each way of storing a weight.
+
+A `LinearFormat` turns a weight into initializers and nodes. `Weight` is where a weight comes from:
+one checkpoint tensor, or several that are stacked along their outputs (q, k, v; gate, up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder
+from headrace.exporters.graph.functions import row_quant_matmul
+from headrace.exporters.quant.formats import (
+    Blocks,
+    Float,
+    quantize_blocks_4bit,
+    quantize_blocks_8bit,
+    quantize_row_int8,
+)
+
+Array = NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix [out, in] to be stored under `name`.
+
+    Attributes:
+        load: reads it, float32 [out, in].
+        blocks: its quantized blocks exactly as the checkpoint holds them, or None.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    load: Callable[[], Float]
+    blocks: Callable[[], Blocks | None]
+
+
+class LinearFormat(Protocol):
+    """How a weight is stored and multiplied. `name` goes into the manifest."""
+
+    @property
+    def name(self) -> str: ...
+
+    def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        """float32 [N, in] -> float32 [N, out]."""
+        ...
+
+    def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
+        """int64 [N] -> float32 [N, in]: rows of the weight."""
+        ...
+
+    def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        """`linear` with a weight that `embed` stores already."""
+        ...
+
+
+class Float32:
+    """Plain MatMul; the specification of the others."""
+
+    name = "fp32"
+
+    def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        transposed = g.weight(
+            f"{weight.name}.transposed", lambda: np.ascontiguousarray(weight.load().T)
+        )
+        return g.op("MatMul", x, transposed)
+
+    def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
+        return g.op("Gather", g.weight(weight.name, weight.load), ids)
+
+    def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        stored = g.weight(weight.name, weight.load)
+        return g.op("Gemm", x, stored, attributes={"transB": 1})
+
+
+class RowInt8Format:
+    """INT8 weights, one scale an output channel; activations INT8, one scale a row."""
+
+    name = "w8a8_row"
+
+    def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        quantized = cache(lambda: quantize_row_int8(weight.load()))
+        codes = g.weight(
+            f"{weight.name}.codes_t", lambda: np.ascontiguousarray(quantized().codes.T)
+        )
+        scales = g.weight(f"{weight.name}.scales", lambda: quantized().scales)
+        return g.call(row_quant_matmul(), x, codes, scales)
+
+    def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
+        codes, scales = self._rows(g, weight)
+        rows = g.op("Cast", g.op("Gather", codes, ids), attributes={"to": ir.DataType.FLOAT})
+        scale = g.op("Gather", g.op("Unsqueeze", scales, g.constant("axis_1", _ints(1))), ids)
+        return g.op("Mul", rows, scale)
+
+    def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        # The transposition is folded when the session is made; the file holds the codes once.
+        codes, scales = self._rows(g, weight)
+        return g.call(row_quant_matmul(), x, g.op("Transpose", codes), scales)
+
+    @staticmethod
+    def _rows(g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
+        quantized = cache(lambda: quantize_row_int8(weight.load()))
+        codes = g.weight(f"{weight.name}.codes", lambda: quantized().codes)
+        return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
+
+
+class BlockFormat:
+    """MatMulNBits: weights in blocks. Widths that no block divides are kept in float32.
+
+    `accuracy_level` 4 quantizes activations to INT8 in blocks, 1 keeps them float32.
+    `lossless` takes over a checkpoint's own blocks where MatMulNBits can hold them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bits: int,
+        block_size: int = 32,
+        *,
+        accuracy_level: int = 4,
+        lossless: bool = False,
+    ) -> None:
+        self.name = name
+        self._bits, self._block_size = bits, block_size
+        self._accuracy_level, self._lossless = accuracy_level, lossless
+        self._layouts: dict[str, _BlockLayout] = {}
+
+    def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        if weight.shape[1] % self._block_size:
+            return Float32().linear(g, x, weight)
+        return self._matmul(g, x, weight, self._bits)
+
+    def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
+        if weight.shape[1] % self._block_size:
+            return Float32().embed(g, ids, weight)
+        layout = self._store(g, weight, bits=8)
+        flat = g.op("Reshape", g.weight(f"{weight.name}.blocks", _written), _keep_flat(g))
+        return g.op(
+            "GatherBlockQuantized",
+            flat,
+            ids,
+            g.weight(f"{weight.name}.scales", _written),
+            domain=MICROSOFT,
+            attributes={
+                "bits": 8,
+                "block_size": layout.block_size,
+                "gather_axis": 0,
+                "quantize_axis": 1,
+            },
+        )
+
+    def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        if weight.shape[1] % self._block_size:
+            return Float32().tied_head(g, x, weight)
+        return self._matmul(g, x, weight, bits=8)
+
+    def _matmul(self, g: GraphBuilder, x: ir.Value, weight: Weight, bits: int) -> ir.Value:
+        layout = self._store(g, weight, bits)
+        parts = ["blocks", "scales"] + ["zero_points"] * layout.has_zero_points
+        return g.op(
+            "MatMulNBits",
+            x,
+            *(g.weight(f"{weight.name}.{part}", _written) for part in parts),
+            domain=MICROSOFT,
+            attributes={
+                "K": weight.shape[1],
+                "N": weight.shape[0],
+                "bits": layout.bits,
+                "block_size": layout.block_size,
+                "accuracy_level": self._accuracy_level,
+            },
+        )
+
+    def _store(self, g: GraphBuilder, weight: Weight, bits: int) -> _BlockLayout:
+        """Write the weight unless an earlier graph or layer did; returns how it is laid out."""
+        layout = self._layouts.get(weight.name)
+        if layout is None:
+            blocks = self._quantize(weight, bits)
+            layout = _BlockLayout(blocks.bits, blocks.block_size, blocks.zero_points is not None)
+            self._layouts[weight.name] = layout
+            g.weight(f"{weight.name}.blocks", lambda: blocks.codes)
+            g.weight(f"{weight.name}.scales", lambda: blocks.scales)
+            if (zero_points := blocks.zero_points) is not None:
+                g.weight(f"{weight.name}.zero_points", lambda: zero_points)
+        return layout
+
+    def _quantize(self, weight: Weight, bits: int) -> Blocks:
+        own = weight.blocks() if self._lossless else None
+        # An embedding (bits=8 whatever the layers have) is read by GatherBlockQuantized, which
+        # takes no float zero points.
+        if own is not None and (bits == self._bits or (own.bits, own.zero_points) == (8, None)):
+            return own
+        quantize = quantize_blocks_8bit if bits == 8 else quantize_blocks_4bit
+        return quantize(weight.load(), self._block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockLayout:
+    bits: int
+    block_size: int
+    has_zero_points: bool
+
+
+def _written() -> Array:
+    raise AssertionError("the weight is stored before it is used")
+
+
+def _keep_flat(g: GraphBuilder) -> ir.Value:
+    return g.constant("keep_flat", _ints(0, -1))
+
+
+def _ints(*values: int) -> NDArray[np.int64]:
+    return np.array(values, np.int64)

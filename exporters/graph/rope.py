@@ -1,0 +1,54 @@
+"""Rotary position tables.
+
+RoFormer (Su et al., 2021): the angle of pair i at position t is t * theta^(-2i/dim). Scaled
+variants change the inverse frequencies: "linear" divides them by `factor`; "llama3" divides only
+long wavelengths, with a smooth band between (Llama 3.1 reference).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.exporters.archs.spec import DecoderSpec, RopeSpec
+from headrace.runtime.errors import CheckpointError
+
+Float = NDArray[np.float32]
+
+
+def rope_tables(spec: DecoderSpec, positions: int) -> tuple[Float, Float]:
+    """cos and sin, float32 [positions, head_dim / 2]."""
+    angles = np.outer(np.arange(positions, dtype=np.float64), inverse_frequencies(spec))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def inverse_frequencies(spec: DecoderSpec) -> NDArray[np.float64]:
+    """float64 [head_dim / 2]."""
+    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
+    plain = spec.rope.theta**-exponents
+    if spec.rope.scaling is None:
+        return plain
+    kind = spec.rope.scaling.get("rope_type", spec.rope.scaling.get("type"))
+    if kind == "linear":
+        return plain / _number(spec.rope, "factor")
+    if kind == "llama3":
+        return _llama3(plain, spec.rope)
+    raise CheckpointError(f"rope_scaling type {kind!r} is not supported; known: linear, llama3")
+
+
+def _llama3(plain: NDArray[np.float64], rope: RopeSpec) -> NDArray[np.float64]:
+    factor = _number(rope, "factor")
+    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+    trained = _number(rope, "original_max_position_embeddings")
+    wavelengths = 2 * math.pi / plain
+    smooth = np.clip((trained / wavelengths - low) / (high - low), 0, 1)
+    return plain * (smooth + (1 - smooth) / factor)
+
+
+def _number(rope: RopeSpec, key: str) -> float:
+    value = (rope.scaling or {}).get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise CheckpointError(f"rope_scaling: {key}={value!r} is not a positive number")
+    return float(value)

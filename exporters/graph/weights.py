@@ -1,0 +1,74 @@
+"""Weights of a package: one external-data file that every graph of a target shares.
+
+Tensors are written as they come, so exporting holds one tensor at a time. A second graph that asks
+for a tensor already written gets a reference to the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+# Large tensors start at a page boundary, so that the runtime can map them; small ones at a cache
+# line.
+_PAGE_BYTES = 4096
+_LINE_BYTES = 64
+
+Array = NDArray[np.generic]
+
+
+class WeightStore:
+    """Writes `folder/file_name` front to back and hands out external tensors into it."""
+
+    def __init__(self, folder: Path, file_name: str) -> None:
+        self.file_name = file_name
+        self._folder = folder
+        self._stream = (folder / file_name).open("wb")
+        self._tensors: dict[str, ir.ExternalTensor] = {}
+
+    def __enter__(self) -> WeightStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stream.close()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._stream.tell()
+
+    def tensor_bytes(self, name: str) -> int:
+        return self._tensors[name].nbytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def get(self, name: str, make: Callable[[], Array]) -> ir.ExternalTensor:
+        """The tensor `name`, written from `make()` the first time it is asked for."""
+        if name not in self._tensors:
+            self._tensors[name] = self._write(name, make())
+        return self._tensors[name]
+
+    def _write(self, name: str, array: Array) -> ir.ExternalTensor:
+        step = _PAGE_BYTES if array.nbytes >= _PAGE_BYTES else _LINE_BYTES
+        self._stream.write(bytes(-self._stream.tell() % step))
+        offset = self._stream.tell()
+        self._stream.write(np.ascontiguousarray(array).data)
+        return ir.ExternalTensor(
+            self.file_name,
+            offset,
+            array.nbytes,
+            ir.DataType.from_numpy(array.dtype),
+            shape=ir.Shape(array.shape),
+            name=name,
+            base_dir=self._folder,
+        )

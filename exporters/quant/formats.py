@@ -1,0 +1,109 @@
+"""Weight formats: how a float matrix becomes the arrays that a graph stores, and back.
+
+Every weight here is [out, in] float32, as checkpoints hold it. Each `quantize_*` has its
+`dequantize` twin, which says exactly what the kernel multiplies with.
+
+Row INT8 (`w8a8_row`)
+    codes int8 [out, in] in [-127, 127], scales float32 [out]; weight = codes * scales[:, None].
+    A GEMM stores the codes transposed, [in, out], as MatMulIntegerToFloat wants them.
+
+Blocks (`w8a8_block`, `w4a8_block`; MatMulNBits, GatherBlockQuantized)
+    Blocks of `block_size` values along `in`; scales float32 [out, in/block_size];
+    weight = (code - zero_point) * scale. 8-bit codes are uint8 [out, blocks, block_size] with
+    zero point 128. 4-bit codes are packed two to a byte, [out, blocks, block_size/2], the value
+    of lower index in the low nibble; their zero points are packed the same way along blocks,
+    uint8 [out, ceil(blocks/2)], or given as float32 [out, blocks].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float32]
+_TINY = np.float32(1e-30)
+
+
+@dataclass(frozen=True, slots=True)
+class RowInt8:
+    """codes int8 [out, in], scales float32 [out]."""
+
+    codes: NDArray[np.int8]
+    scales: Float
+
+    def dequantize(self) -> Float:
+        return self.codes.astype(np.float32) * self.scales[:, None]
+
+
+def quantize_row_int8(weight: Float) -> RowInt8:
+    """Round to nearest with one symmetric scale per output channel."""
+    scales = np.maximum(np.abs(weight).max(axis=1), _TINY) / np.float32(127)
+    codes = np.rint(weight / scales[:, None]).astype(np.int8)
+    return RowInt8(codes, scales.astype(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Block-quantized weight in MatMulNBits layout (module docstring).
+
+    `zero_points` is None for 2^(bits-1), packed uint8, or float32 [out, blocks].
+    """
+
+    bits: int
+    block_size: int
+    codes: NDArray[np.uint8]
+    scales: Float
+    zero_points: NDArray[np.uint8] | Float | None = None
+
+    def dequantize(self) -> Float:
+        out, blocks = self.scales.shape
+        codes = self.codes if self.bits == 8 else unpack_nibbles(self.codes)
+        zero: NDArray[np.generic] | np.float32
+        if self.zero_points is None:
+            zero = np.float32(1 << (self.bits - 1))
+        elif self.zero_points.dtype == np.uint8:
+            zero = unpack_nibbles(self.zero_points)[:, :blocks, None]
+        else:
+            zero = self.zero_points[:, :, None]
+        values = (codes.astype(np.float32) - zero) * self.scales[:, :, None]
+        return np.asarray(values, dtype=np.float32).reshape(out, -1)
+
+
+def quantize_blocks_8bit(weight: Float, block_size: int) -> Blocks:
+    """Symmetric round to nearest, zero point 128."""
+    blocks = _blocked(weight, block_size)
+    scales = np.maximum(np.abs(blocks).max(axis=2), _TINY) / np.float32(127)
+    codes = np.rint(blocks / scales[:, :, None]) + np.float32(128)
+    return Blocks(8, block_size, codes.astype(np.uint8), scales.astype(np.float32))
+
+
+def quantize_blocks_4bit(weight: Float, block_size: int) -> Blocks:
+    """Asymmetric round to nearest over [min(block, 0), max(block, 0)], packed zero points."""
+    blocks = _blocked(weight, block_size)
+    low = np.minimum(blocks.min(axis=2), 0)
+    high = np.maximum(blocks.max(axis=2), 0)
+    scales = (np.maximum(high - low, _TINY) / np.float32(15)).astype(np.float32)
+    zero = np.clip(np.rint(-low / scales), 0, 15).astype(np.uint8)
+    codes = np.clip(np.rint(blocks / scales[:, :, None]) + zero[:, :, None], 0, 15)
+    return Blocks(4, block_size, pack_nibbles(codes.astype(np.uint8)), scales, pack_nibbles(zero))
+
+
+def pack_nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """uint8 [..., n] of values 0..15 -> uint8 [..., ceil(n/2)], lower index in the low nibble."""
+    if values.shape[-1] % 2:
+        values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
+    return values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
+
+
+def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Twin of `pack_nibbles`: uint8 [..., m] -> uint8 [..., 2m]."""
+    pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def _blocked(weight: Float, block_size: int) -> Float:
+    out, width = weight.shape
+    assert width % block_size == 0, "the caller falls back for widths that are no multiple"
+    return weight.reshape(out, width // block_size, block_size)

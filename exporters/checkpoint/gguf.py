@@ -1,0 +1,124 @@
+"""A GGUF file as a checkpoint: its metadata in config.json keys, its tensors by Hugging Face name.
+
+An architecture that `names.py` does not know still opens, with its own name as `model_type` and
+tensors under their GGUF names, so that whoever chooses the graph can say what is supported.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from headrace.exporters.checkpoint.gguf_config import GgufMetadata, read_config
+from headrace.exporters.checkpoint.gguf_data import (
+    DataFile,
+    RowOrder,
+    has_blocks,
+    load_blocks,
+    load_float32,
+)
+from headrace.exporters.checkpoint.gguf_header import GgufTensor, read_header
+from headrace.exporters.checkpoint.names import (
+    ARCHITECTURES,
+    GgufArchitecture,
+    block_module,
+    hf_name,
+)
+from headrace.exporters.checkpoint.tokenizer_gguf import tokenizer_from_metadata
+from headrace.exporters.checkpoint.values import Checkpoint, Config, LazyTensor
+from headrace.runtime.errors import CheckpointError
+
+_FREQUENCY_FACTORS = "rope_freqs.weight"
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file.
+
+    Raises:
+        CheckpointError: damaged, truncated, or without what its architecture needs.
+    """
+    header = read_header(path)
+    metadata = GgufMetadata(header.metadata, path)
+    name = metadata.text("general.architecture")
+    architecture = ARCHITECTURES.get(name)
+    stored = {tensor.name: tensor for tensor in header.tensors}
+    with ExitStack() as resources:
+        file = DataFile(path)
+        resources.callback(file.close)
+        if architecture is None:
+            config = Config(architectures=[name], model_type=name)
+            tensors = {n: _lazy(file, t, n, None) for n, t in stored.items()}
+        else:
+            config = read_config(metadata, architecture, stored)
+            if _FREQUENCY_FACTORS in stored:
+                config["rope_scaling"] = _frequency_factors(file, stored.pop(_FREQUENCY_FACTORS))
+            tensors = _rename(file, stored, architecture, config, path)
+        return Checkpoint(
+            format="gguf",
+            path=path,
+            weight_files=(path,),
+            config=config,
+            tensors=tensors,
+            make_tokenizer=partial(tokenizer_from_metadata, metadata),
+            resources=resources.pop_all(),
+        )
+
+
+def _rename(
+    file: DataFile,
+    stored: dict[str, GgufTensor],
+    architecture: GgufArchitecture,
+    config: Config,
+    path: Path,
+) -> dict[str, LazyTensor]:
+    tensors = {}
+    for name, tensor in stored.items():
+        block = block_module(name)
+        module = block[1] if block else None
+        if module in architecture.derived:
+            continue
+        new = hf_name(architecture, name)
+        if new is None:
+            raise CheckpointError(
+                f"{path} has tensor {name!r}, which a plain {architecture.model_type} model does "
+                "not have; this variant of the architecture is not supported"
+            )
+        order = None
+        if module is not None and (heads := architecture.interleaved.get(module)):
+            order = _half_split_order(tensor, config[heads], path)
+        tensors[new] = _lazy(file, tensor, new, order)
+    return tensors
+
+
+def _lazy(file: DataFile, tensor: GgufTensor, name: str, order: RowOrder | None) -> LazyTensor:
+    return LazyTensor(
+        name=name,
+        shape=tensor.shape,
+        dtype=tensor.type.name,
+        loader=partial(load_float32, file, tensor, order),
+        block_loader=partial(load_blocks, file, tensor, order) if has_blocks(tensor) else None,
+    )
+
+
+def _half_split_order(tensor: GgufTensor, heads: object, path: Path) -> RowOrder:
+    """Which stored row each Hugging Face row is.
+
+    Within a head of size d, Hugging Face rotates row i with row i + d/2; llama.cpp stores such a
+    pair as rows 2i and 2i + 1.
+    """
+    rows = tensor.shape[0]
+    if not isinstance(heads, int) or rows % (2 * heads):
+        raise CheckpointError(
+            f"{path} is damaged: tensor {tensor.name!r} has {rows} rows for {heads} heads"
+        )
+    pairs = np.arange(rows, dtype=np.int64).reshape(heads, rows // heads // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(rows)
+
+
+def _frequency_factors(file: DataFile, tensor: GgufTensor) -> dict[str, object]:
+    """Llama 3.1's scaling as llama.cpp stores it: a divisor for each inverse frequency."""
+    factors = load_float32(file, tensor, None)
+    return {"rope_type": "frequency_factors", "factors": factors.ravel().tolist()}

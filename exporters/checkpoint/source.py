@@ -1,0 +1,57 @@
+"""Open a checkpoint, whatever its format. The format is decided by content, not by file name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.exporters.checkpoint.gguf import open_gguf
+from headrace.exporters.checkpoint.gguf_header import MAGIC
+from headrace.exporters.checkpoint.pickle_files import HEAD_BYTES, is_pickle, pickle_refusal
+from headrace.exporters.checkpoint.safetensors import is_safetensors, open_file, open_folder
+from headrace.exporters.checkpoint.values import (
+    Checkpoint,
+    Config,
+    LazyTensor,
+    QuantBlocks,
+    TokenizerSource,
+)
+from headrace.runtime.errors import CheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "LazyTensor",
+    "QuantBlocks",
+    "TokenizerSource",
+    "open_checkpoint",
+]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file, a Hugging Face folder, or a safetensors file beside its config.json.
+
+    Raises:
+        CheckpointError: nothing is there, it is no checkpoint, it is damaged, or its weights are
+            pickle files.
+    """
+    try:
+        if path.is_dir():
+            return open_folder(path)
+        with path.open("rb") as stream:
+            head = stream.read(HEAD_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if head.startswith(MAGIC):
+        return open_gguf(path)
+    if is_pickle(path, head):
+        raise pickle_refusal(path)
+    if is_safetensors(head):
+        return open_file(path)
+    if not head:
+        raise CheckpointError(f"{path} is empty; download it again")
+    raise CheckpointError(
+        f"{path} is not a checkpoint: neither GGUF nor safetensors; give a .gguf file or a folder "
+        "with config.json and *.safetensors"
+    )

@@ -1,0 +1,25 @@
+"""Merges of a SentencePiece BPE vocabulary, which stores scores instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Pairs of tokens in the order in which they are to be merged.
+
+    SentencePiece joins the neighbours whose union has the highest score, the leftmost on a tie.
+    So all ways to make a better token come before all ways to make a worse one; ways to make the
+    same token, which can only overlap, are ordered by the id of their left part.
+    """
+    ids = {token: i for i, token in enumerate(tokens)}
+    merges: list[tuple[str, str]] = []
+    for whole in sorted(range(len(tokens)), key=lambda i: (-scores[i], i)):
+        token = tokens[whole]
+        pairs = [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in ids and token[cut:] in ids
+        ]
+        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return merges

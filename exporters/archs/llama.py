@@ -53,9 +53,7 @@ def spec_from_config(config: Mapping[str, object]) -> DecoderSpec:
         head_dim=get_int(config, "head_dim", hidden_size // num_heads),
         context_tokens=get_int(config, "max_position_embeddings", 2048),
         rms_eps=get_float(config, "rms_norm_eps", 1e-6),
-        rope=RopeSpec(
-            theta=get_float(config, "rope_theta", 10000.0), scaling=get_scaling(config)
-        ),
+        rope=RopeSpec(theta=get_float(config, "rope_theta", 10000.0), scaling=get_scaling(config)),
         tied_embeddings=tied,
         attention_bias=get_bool(config, "attention_bias", False),
         mlp_bias=get_bool(config, "mlp_bias", False),

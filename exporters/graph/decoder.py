@@ -136,9 +136,7 @@ class _Decoder:
             f"{spec.architecture}_{form}",
         )
 
-    def _layer(
-        self, layer: int, normed: ir.Value, residual: ir.Value
-    ) -> tuple[ir.Value, ir.Value]:
+    def _layer(self, layer: int, normed: ir.Value, residual: ir.Value) -> tuple[ir.Value, ir.Value]:
         """One layer; returns what the next one starts from, normed and not."""
         spec, g, names = self.spec, self.g, self.spec.layer
         last = layer == spec.num_layers - 1
@@ -244,13 +242,9 @@ class _Decoder:
 
     def _first_norm(self, x: ir.Value, name: str) -> ir.Value:
         attributes = {"epsilon": self.spec.rms_eps, "axis": -1, "stash_type": 1}
-        return self.g.op(
-            "SimplifiedLayerNormalization", x, self._gain(name), attributes=attributes
-        )
+        return self.g.op("SimplifiedLayerNormalization", x, self._gain(name), attributes=attributes)
 
-    def _skip_norm(
-        self, x: ir.Value, residual: ir.Value, name: str
-    ) -> tuple[ir.Value, ir.Value]:
+    def _skip_norm(self, x: ir.Value, residual: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
         """RMSNorm(x + residual) and x + residual."""
         normed, mean, deviation, total = self.g.ops(
             "SkipSimplifiedLayerNormalization",
@@ -265,7 +259,9 @@ class _Decoder:
         return normed, total
 
     def _gain(self, name: str) -> ir.Value:
-        return self.g.weight(f"{name}.weight", lambda: self.parts.vector(f"{name}.weight"))
+        stored = self.g.weight(f"{name}.weight", lambda: self.parts.vector(f"{name}.weight"))
+        self.g.store.describe(f"{name}.weight", (self.spec.hidden_size,), "fp32")
+        return stored
 
     def _cache_inputs(self, layer: int) -> tuple[ir.Value, ir.Value]:
         key, value = (

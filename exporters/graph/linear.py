@@ -68,12 +68,14 @@ class Float32:
     name = "fp32"
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        g.store.describe(weight.name, weight.shape, self.name)
         transposed = g.weight(
             f"{weight.name}.transposed", lambda: np.ascontiguousarray(weight.load().T)
         )
         return g.op("MatMul", x, transposed)
 
     def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
+        g.store.describe(weight.name, weight.shape, self.name)
         return g.op("Gather", g.weight(weight.name, weight.load), ids)
 
     def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
@@ -87,6 +89,7 @@ class RowInt8Format:
     name = "w8a8_row"
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        g.store.describe(weight.name, weight.shape, self.name)
         quantized = cache(lambda: quantize_row_int8(weight.load()))
         codes = g.weight(
             f"{weight.name}.codes_t", lambda: np.ascontiguousarray(quantized().codes.T)
@@ -105,8 +108,8 @@ class RowInt8Format:
         codes, scales = self._rows(g, weight)
         return g.call(row_quant_matmul(), x, g.op("Transpose", codes), scales)
 
-    @staticmethod
-    def _rows(g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
+    def _rows(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
+        g.store.describe(weight.name, weight.shape, self.name)
         quantized = cache(lambda: quantize_row_int8(weight.load()))
         codes = g.weight(f"{weight.name}.codes", lambda: quantized().codes)
         return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
@@ -116,7 +119,9 @@ class BlockFormat:
     """MatMulNBits: weights in blocks. Widths that no block divides are kept in float32.
 
     `accuracy_level` 4 quantizes activations to INT8 in blocks, 1 keeps them float32.
-    `lossless` takes over a checkpoint's own blocks where MatMulNBits can hold them.
+    `lossless` takes over a checkpoint's own blocks where MatMulNBits can hold them. The embedding
+    and a head tied to it are 8-bit, or the checkpoint's own blocks if those are symmetric:
+    GatherBlockQuantized takes no float zero points.
     """
 
     def __init__(
@@ -136,12 +141,12 @@ class BlockFormat:
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         if weight.shape[1] % self._block_size:
             return Float32().linear(g, x, weight)
-        return self._matmul(g, x, weight, self._bits)
+        return self._matmul(g, x, weight, self._bits, embedding=False)
 
     def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
         if weight.shape[1] % self._block_size:
             return Float32().embed(g, ids, weight)
-        layout = self._store(g, weight, bits=8)
+        layout = self._store(g, weight, 8, embedding=True)
         flat = g.op("Reshape", g.weight(f"{weight.name}.blocks", _written), _keep_flat(g))
         return g.op(
             "GatherBlockQuantized",
@@ -150,7 +155,7 @@ class BlockFormat:
             g.weight(f"{weight.name}.scales", _written),
             domain=MICROSOFT,
             attributes={
-                "bits": 8,
+                "bits": layout.bits,
                 "block_size": layout.block_size,
                 "gather_axis": 0,
                 "quantize_axis": 1,
@@ -160,10 +165,12 @@ class BlockFormat:
     def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         if weight.shape[1] % self._block_size:
             return Float32().tied_head(g, x, weight)
-        return self._matmul(g, x, weight, bits=8)
+        return self._matmul(g, x, weight, 8, embedding=True)
 
-    def _matmul(self, g: GraphBuilder, x: ir.Value, weight: Weight, bits: int) -> ir.Value:
-        layout = self._store(g, weight, bits)
+    def _matmul(
+        self, g: GraphBuilder, x: ir.Value, weight: Weight, bits: int, *, embedding: bool
+    ) -> ir.Value:
+        layout = self._store(g, weight, bits, embedding=embedding)
         parts = ["blocks", "scales"] + ["zero_points"] * layout.has_zero_points
         return g.op(
             "MatMulNBits",
@@ -179,24 +186,25 @@ class BlockFormat:
             },
         )
 
-    def _store(self, g: GraphBuilder, weight: Weight, bits: int) -> _BlockLayout:
+    def _store(
+        self, g: GraphBuilder, weight: Weight, bits: int, *, embedding: bool
+    ) -> _BlockLayout:
         """Write the weight unless an earlier graph or layer did; returns how it is laid out."""
         layout = self._layouts.get(weight.name)
         if layout is None:
-            blocks = self._quantize(weight, bits)
+            blocks = self._quantize(weight, bits, embedding)
             layout = _BlockLayout(blocks.bits, blocks.block_size, blocks.zero_points is not None)
             self._layouts[weight.name] = layout
+            g.store.describe(weight.name, weight.shape, f"{self.name}/{blocks.bits}bit")
             g.weight(f"{weight.name}.blocks", lambda: blocks.codes)
             g.weight(f"{weight.name}.scales", lambda: blocks.scales)
             if (zero_points := blocks.zero_points) is not None:
                 g.weight(f"{weight.name}.zero_points", lambda: zero_points)
         return layout
 
-    def _quantize(self, weight: Weight, bits: int) -> Blocks:
+    def _quantize(self, weight: Weight, bits: int, embedding: bool) -> Blocks:
         own = weight.blocks() if self._lossless else None
-        # An embedding (bits=8 whatever the layers have) is read by GatherBlockQuantized, which
-        # takes no float zero points.
-        if own is not None and (bits == self._bits or (own.bits, own.zero_points) == (8, None)):
+        if own is not None and not (embedding and own.zero_points is not None):
             return own
         quantize = quantize_blocks_8bit if bits == 8 else quantize_blocks_4bit
         return quantize(weight.load(), self._block_size)

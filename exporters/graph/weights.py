@@ -25,11 +25,15 @@ Array = NDArray[np.generic]
 class WeightStore:
     """Writes `folder/file_name` front to back and hands out external tensors into it."""
 
-    def __init__(self, folder: Path, file_name: str) -> None:
+    def __init__(
+        self, folder: Path, file_name: str, on_weight: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """`on_weight` hears the name of each weight as it is described, for progress."""
         self.file_name = file_name
-        self._folder = folder
+        self._folder, self._on_weight = folder, on_weight
         self._stream = (folder / file_name).open("wb")
         self._tensors: dict[str, ir.ExternalTensor] = {}
+        self._described: dict[str, tuple[tuple[int, ...], str]] = {}
 
     def __enter__(self) -> WeightStore:
         return self
@@ -42,15 +46,27 @@ class WeightStore:
     ) -> None:
         self._stream.close()
 
+    def flush(self) -> None:
+        """Let readers of the file see what was written so far."""
+        self._stream.flush()
+
     @property
     def size_bytes(self) -> int:
         return self._stream.tell()
 
-    def tensor_bytes(self, name: str) -> int:
-        return self._tensors[name].nbytes
+    def describe(self, weight: str, shape: tuple[int, ...], format_name: str) -> None:
+        """Say how a weight is stored; its tensors are `weight` and `weight.<part>`."""
+        if weight not in self._described:
+            self._described[weight] = (shape, format_name)
+            self._on_weight(weight)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+    def described(self) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Name, format, shape and bytes of every weight."""
+        sizes: dict[str, int] = {}
+        for name, tensor in self._tensors.items():
+            owner = name if name in self._described else name.rpartition(".")[0]
+            sizes[owner] = sizes.get(owner, 0) + tensor.nbytes
+        return [(n, fmt, shape, sizes[n]) for n, (shape, fmt) in self._described.items()]
 
     def get(self, name: str, make: Callable[[], Array]) -> ir.ExternalTensor:
         """The tensor `name`, written from `make()` the first time it is asked for."""

@@ -1,0 +1,225 @@
+"""The CPU backend: one ONNX Runtime session, slots of KV, packed steps.
+
+On processors with AVX-512 VNNI or AMX the row-INT8 format runs on ONNX Runtime's integer GEMM; on
+others the same package runs on its other kernels (see `threads.choose_kernels`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.base import Capabilities, StepOutput
+from headrace.backends.cpu_avx512.kv_storage import KvStorage
+from headrace.backends.cpu_avx512.layout import BoundStep, ShapeKey, shape_key
+from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
+from headrace.backends.ort_import import load_onnxruntime
+from headrace.backends.ort_session import cpu_session, map_ort_errors
+from headrace.runtime.config import EngineConfig
+from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
+from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
+from headrace.runtime.hardware import HardwareInfo
+from headrace.runtime.manifest import (
+    MAX_ROW_TOKENS,
+    GraphInfo,
+    Manifest,
+    TargetInfo,
+    package_path,
+)
+
+logger = logging.getLogger(__name__)
+
+# Bound steps kept. Decode needs one a batch composition; prompts of odd lengths come and go.
+_MAX_BOUND_STEPS = 32
+# Logits rows that the shared buffer has room for, a sequence: its next token and drafts.
+_LOGITS_PER_SLOT = 16
+
+
+class CpuBackend:
+    """See `backends.base.Backend` for the contract of the four methods."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, config: EngineConfig, hardware: HardwareInfo
+    ) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._config, self._hardware = config, hardware
+        self._session: Any = None
+        self._next_ticket = 0
+        self._results: dict[int, StepOutput] = {}
+        self._bound: OrderedDict[ShapeKey, BoundStep] = OrderedDict()
+
+    def load(self) -> Capabilities:
+        target = self._choose_target()
+        graph = self._choose_graph(target)
+        threads = choose_threads(self._hardware, self._config.num_threads)
+        kernels = choose_kernels(self._hardware)
+        if kernels.warning:
+            logger.warning(kernels.warning)
+        self._require_memory(target)
+        self._session = cpu_session(
+            package_path(self._folder, graph.file), threads.num_threads, kernels.session_options
+        )
+        self._inputs = frozenset(graph.inputs)
+        self._ragged = graph.form != "uniform"
+        model = self._manifest.model
+        context = min(model.context_tokens, self._config.context_tokens or model.context_tokens)
+        chunk = min(self._config.max_chunk_tokens, MAX_ROW_TOKENS, context)
+        slots = self._config.max_sequences
+        int8 = target.kv_cache.dtype == "int8"
+        self._kv = KvStorage(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            capacity_tokens=context + chunk,
+            num_slots=slots,
+            dtype=np.dtype(np.int8 if int8 else np.float32),
+        )
+        self._logits = np.empty((slots * _LOGITS_PER_SLOT, model.vocab_size), np.float32)
+        return Capabilities(
+            name=f"cpu ({kernels.name}, {threads.num_threads} threads)",
+            vocab_size=model.vocab_size,
+            context_tokens=context,
+            max_slots=slots,
+            max_row_tokens=chunk,
+            kv_bytes_per_token=target.kv_cache.bytes_per_token,
+            kv_budget_tokens=self._kv_budget_tokens(target, context),
+            exact_rows=int8,
+        )
+
+    def submit(self, plan: StepPlan) -> int:
+        for op in plan.kv_ops:
+            self._apply(op)
+        self._next_ticket += 1
+        self._results[self._next_ticket] = self._run(plan.rows)
+        return self._next_ticket
+
+    def collect(self, ticket: int) -> StepOutput:
+        return self._results.pop(ticket)
+
+    def close(self) -> None:
+        self._bound.clear()
+        self._results.clear()
+        self._session = None
+        if hasattr(self, "_kv"):
+            self._kv.close()
+            del self._kv, self._logits
+
+    def _run(self, rows: Sequence[Row]) -> StepOutput:
+        if self._session is None:
+            raise BackendError("the backend is not loaded or was closed")
+        outputs = [self._run_call(call) for call in self._calls(rows)]
+        if len(outputs) == 1:
+            return outputs[0]
+        # The calls of a uniform graph share the logits buffer, so each was copied.
+        empty = np.empty((0, self._logits.shape[1]), np.float32)
+        return StepOutput(
+            np.concatenate([empty, *(o.logits for o in outputs)]),
+            np.concatenate([np.empty(0, np.float32), *(o.entropy_nats for o in outputs)]),
+            sum(o.model_ms for o in outputs),
+        )
+
+    def _calls(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """Rows that can share a call of the graph: all of them, if it takes ragged rows.
+
+        A uniform graph takes one slot with any number of tokens, or neighbouring slots with one
+        token each (an idle slot would be written to).
+        """
+        if self._ragged:
+            if rows:
+                yield rows
+            return
+        group: list[Row] = []
+        for row in rows:
+            alone = len(row.tokens) > 1
+            if group and (alone or row.slot != group[-1].slot + 1 or len(group[-1].tokens) > 1):
+                yield group
+                group = []
+            group.append(row)
+        if group:
+            yield group
+
+    def _run_call(self, rows: Sequence[Row]) -> StepOutput:
+        step = self._bound_step(rows)
+        step.write(rows)
+        start = time.perf_counter()
+        with map_ort_errors("running a step"):
+            self._session.run_with_iobinding(step.binding)
+        model_ms = (time.perf_counter() - start) * 1e3
+        logits, entropy = step.logits[: step.num_logits], step.entropy[: step.num_logits]
+        if not self._ragged:
+            logits, entropy = logits.copy(), entropy.copy()
+        return StepOutput(logits, entropy, model_ms)
+
+    def _bound_step(self, rows: Sequence[Row]) -> BoundStep:
+        key = shape_key(rows)
+        step = self._bound.get(key)
+        if step is not None:
+            self._bound.move_to_end(key)
+            return step
+        num_logits = sum(row.num_logits for row in rows)
+        buffer = self._logits
+        if num_logits > len(buffer):
+            buffer = np.empty((num_logits, buffer.shape[1]), np.float32)
+        step = BoundStep(self._session, key, self._kv, buffer, self._inputs)
+        self._bound[key] = step
+        if len(self._bound) > _MAX_BOUND_STEPS:
+            self._bound.popitem(last=False)
+        return step
+
+    def _apply(self, op: KvOp) -> None:
+        if isinstance(op, KvCopy):
+            self._kv.copy(op.source, op.target, op.num_tokens)
+        else:
+            self._kv.release(op.slot)
+
+    def _choose_target(self) -> TargetInfo:
+        targets = {t.name: t for t in self._manifest.targets if t.device == "cpu"}
+        if not targets:
+            raise PackageError(f"{self._folder} has no CPU target; export it for the CPU")
+        name = self._config.target
+        if name is None:
+            return next(iter(targets.values()))
+        if name not in targets:
+            raise ConfigError("target", name, f"one of {', '.join(targets)}")
+        return targets[name]
+
+    def _choose_graph(self, target: TargetInfo) -> GraphInfo:
+        version = _version_key(load_onnxruntime().__version__)
+        graphs = {g.form: g for g in target.graphs if g.form != "tree"}
+        wanted = self._config.form
+        if wanted is not None and wanted not in graphs:
+            raise ConfigError("form", wanted, f"one of {', '.join(graphs)}")
+        for form in [wanted] if wanted else ["ragged", "uniform"]:
+            if form in graphs and version >= _version_key(graphs[form].min_onnxruntime):
+                return graphs[form]
+        raise PackageError(
+            f"{self._folder}/{target.name} has no graph for this onnxruntime "
+            f"{load_onnxruntime().__version__}; update onnxruntime or export with --form uniform"
+        )
+
+    def _require_memory(self, target: TargetInfo) -> None:
+        needed, free = target.weight_bytes, self._hardware.available_memory_bytes
+        if needed > free:
+            raise InsufficientMemoryError(needed, free, "close other programs or export smaller")
+
+    def _kv_budget_tokens(self, target: TargetInfo, context: int) -> int:
+        """Half of the memory that is left beside the weights, unless the user set a budget."""
+        left = self._hardware.available_memory_bytes - target.weight_bytes
+        budget = self._config.kv_budget_bytes or max(left, 0) // 2
+        tokens = budget // target.kv_cache.bytes_per_token
+        if tokens < 1:
+            raise InsufficientMemoryError(
+                target.kv_cache.bytes_per_token, budget, "no room for a single token of KV cache"
+            )
+        return min(tokens, context * self._config.max_sequences)
+
+
+def _version_key(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)

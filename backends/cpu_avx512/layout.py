@@ -1,0 +1,128 @@
+"""From a StepPlan to graph inputs.
+
+What a step binds depends only on its shape: which slots, how many tokens and how many logits each.
+Decode steps repeat their shape, so everything that follows from it is made once and kept: index
+arrays, output buffers, and the io_binding with the cache bound on both sides. Per step only token
+ids and lengths are written, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.cpu_avx512.kv_storage import KvStorage
+from headrace.backends.ort_import import load_onnxruntime
+from headrace.runtime import manifest as io
+from headrace.runtime.core import Row
+
+ShapeKey = tuple[tuple[int, int, int], ...]
+
+
+def shape_key(rows: Sequence[Row]) -> ShapeKey:
+    """Slot, new tokens and logits of each row."""
+    return tuple([(row.slot, len(row.tokens), row.num_logits) for row in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndices:
+    """Index arrays of a step shape (names as in runtime.manifest). B slots from `first_slot`."""
+
+    first_slot: int
+    num_slots: int
+    gather: NDArray[np.int64]
+    scatter: NDArray[np.int64]
+    query_seqlens: NDArray[np.int32]
+    logits_index: NDArray[np.int64]
+
+
+def step_indices(key: ShapeKey) -> StepIndices:
+    """Indices of rows in ascending slot order; slots between them are idle."""
+    first = key[0][0]
+    num_slots = key[-1][0] - first + 1
+    longest = max(tokens for _, tokens, _ in key)
+    gather = np.zeros((num_slots, longest), np.int64)
+    query_seqlens = np.zeros(num_slots, np.int32)
+    scatter, logits, packed = [], [], 0
+    for slot, tokens, num_logits in key:
+        b = slot - first
+        span = np.arange(packed, packed + tokens)
+        gather[b, :tokens] = span
+        scatter.append(b * longest + np.arange(tokens))
+        logits.append(span[tokens - num_logits :])
+        query_seqlens[b] = tokens
+        packed += tokens
+    return StepIndices(
+        first,
+        num_slots,
+        gather,
+        np.concatenate(scatter).astype(np.int64),
+        query_seqlens,
+        np.concatenate(logits).astype(np.int64),
+    )
+
+
+class BoundStep:
+    """A step shape with everything bound; `write` and run."""
+
+    def __init__(
+        self,
+        session: Any,
+        key: ShapeKey,
+        kv: KvStorage,
+        logits_buffer: NDArray[np.float32],
+        inputs: frozenset[str],
+    ) -> None:
+        indices = step_indices(key)
+        self.num_logits = len(indices.logits_index)
+        # A chunk in the middle of a prompt needs no logits; the graph computes one row all the same.
+        logits_index = indices.logits_index if self.num_logits else np.zeros(1, np.int64)
+        self._offsets = np.array([slot - indices.first_slot for slot, _, _ in key])
+        self._ids = np.zeros(len(indices.scatter), np.int64)
+        self._seqlens_k = np.zeros(indices.num_slots, np.int32)
+        self._counts = np.array([tokens for _, tokens, _ in key], np.int32)
+        total = np.array(kv.capacity_tokens, np.int32)
+        feeds = {
+            io.INPUT_IDS: self._ids,
+            io.GATHER_INDEX: indices.gather,
+            io.SCATTER_INDEX: indices.scatter,
+            io.SEQLENS_K: self._seqlens_k,
+            io.TOTAL_TOKENS: total,
+            io.QUERY_SEQLENS: indices.query_seqlens,
+            io.LOGITS_INDEX: logits_index,
+        }
+        rows = len(logits_index)
+        self.logits = logits_buffer[:rows]
+        self.entropy = np.zeros(rows, np.float32)
+        value = load_onnxruntime().OrtValue.ortvalue_from_numpy
+        binding = session.io_binding()
+        # The OrtValues share memory with these arrays, so both are kept.
+        self._feeds = {name: (array, value(array)) for name, array in feeds.items()}
+        for name, (_, tensor) in self._feeds.items():
+            if name in inputs:
+                binding.bind_ortvalue_input(name, tensor)
+        self._outputs = [value(self.logits), value(self.entropy)]
+        binding.bind_ortvalue_output(io.LOGITS, self._outputs[0])
+        binding.bind_ortvalue_output(io.ENTROPY, self._outputs[1])
+        last_slot = indices.first_slot + indices.num_slots
+        for i, tensor in enumerate(kv.bind_range(indices.first_slot, last_slot)):
+            past, present = (
+                (io.PAST_VALUE, io.PRESENT_VALUE) if i % 2 else (io.PAST_KEY, io.PRESENT_KEY)
+            )
+            binding.bind_ortvalue_input(past.format(i // 2), tensor)
+            binding.bind_ortvalue_output(present.format(i // 2), tensor)
+        self.binding = binding
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Token ids and lengths of this step; the rows have the shape this was made for."""
+        ids: list[int] = []
+        for row in rows:
+            ids += row.tokens
+        self._ids[:] = ids
+        past = np.array([row.past_len for row in rows], np.int32)
+        # Contract of the operator: past + new - 1; an idle slot's value is not looked at.
+        self._seqlens_k[self._offsets] = past + self._counts - 1

@@ -1,0 +1,63 @@
+"""ONNX Runtime sessions: how they are made, and the one place where its errors are mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headrace.backends.ort_import import load_onnxruntime
+from headrace.runtime.errors import BackendError, InsufficientMemoryError, PackageError
+
+_OUT_OF_MEMORY = ("failed to allocate memory", "bad_alloc", "out of memory")
+
+
+@contextmanager
+def map_ort_errors(doing: str) -> Iterator[None]:
+    """Turn what ONNX Runtime raises into the tree of `runtime.errors`.
+
+    Raises:
+        InsufficientMemoryError: an allocation failed.
+        PackageError: the graph or its weights cannot be read.
+        BackendError: anything else.
+    """
+    state = load_onnxruntime().capi.onnxruntime_pybind11_state
+    unreadable = (state.NoSuchFile, state.InvalidProtobuf, state.InvalidGraph, state.NoModel)
+    foreign = (state.Fail, state.RuntimeException, state.InvalidArgument, state.NotImplemented)
+    try:
+        yield
+    except MemoryError:
+        raise InsufficientMemoryError(0, 0, f"ran out of memory while {doing}") from None
+    except unreadable as error:
+        raise PackageError(f"{doing}: the graph cannot be read: {_first_line(error)}") from error
+    except (*foreign, RuntimeError, ValueError) as error:
+        text = str(error).lower()
+        if any(mark in text for mark in _OUT_OF_MEMORY):
+            raise BackendError(
+                f"out of memory while {doing}; use fewer or shorter sequences"
+            ) from error
+        raise BackendError(f"{doing} failed: {_first_line(error)}") from error
+
+
+def cpu_session(graph: Path, num_threads: int, entries: Mapping[str, str]) -> Any:
+    """An `InferenceSession` on the CPU with `num_threads` of its own.
+
+    `entries` are session configuration entries. Threads spin while steps follow each other and
+    stop when the last run returns, so that an idle runtime uses no CPU.
+    """
+    ort = load_onnxruntime()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.log_severity_level = 3
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    with map_ort_errors(f"loading {graph}"):
+        return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

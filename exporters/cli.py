@@ -1,0 +1,111 @@
+"""`runtime-export SOURCE -o DIR`: a checkpoint becomes a package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.exporters.package import (
+    DEFAULT_FORMS,
+    KV_CACHES,
+    ExportResult,
+    Progress,
+    export_package,
+)
+from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS
+from headrace.runtime.errors import HeadraceError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0, 1 for a failure with a one-line reason, 2 for wrong usage."""
+    args = _parser().parse_args(argv)
+    try:
+        with _progress_bar(args.quiet) as progress:
+            result = export_package(
+                args.source,
+                args.output,
+                precision=args.precision,
+                kv_cache=args.kv_cache,
+                forms=tuple(args.form.split(",")),
+                overwrite=args.overwrite,
+                progress=progress,
+            )
+    except HeadraceError as error:
+        print(f"runtime-export: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("runtime-export: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    if not args.quiet:
+        print(_summary(args.output, result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="runtime-export",
+        description="Turn a checkpoint into a headrace package of ONNX graphs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="precisions:\n"
+        + "\n".join(f"  {p.name:11} {p.summary}" for p in PRECISIONS.values()),
+    )
+    parser.add_argument("source", type=Path, help="GGUF file or Hugging Face folder")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="package folder to make")
+    parser.add_argument(
+        "-p", "--precision", default=DEFAULT_PRECISION, choices=PRECISIONS, metavar="NAME"
+    )
+    parser.add_argument(
+        "--kv-cache",
+        default="auto",
+        choices=KV_CACHES,
+        help="auto: int8 if it costs little enough (default)",
+    )
+    parser.add_argument(
+        "--form",
+        default=",".join(DEFAULT_FORMS),
+        metavar="LIST",
+        help="graph forms: ragged, uniform, tree (default: %(default)s)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no summary")
+    return parser
+
+
+@contextmanager
+def _progress_bar(quiet: bool) -> Iterator[Progress | None]:
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+    with RichProgress(console=Console(stderr=True)) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def _summary(output: Path, result: ExportResult) -> str:
+    target = result.manifest.targets[0]
+    lines = [
+        f"{output}: {result.manifest.model.architecture}, {target.precision}, "
+        f"{target.weight_bytes / 1e6:.0f} MB of weights",
+        f"KV cache {target.kv_cache.dtype}, {target.kv_cache.bytes_per_token:,} bytes a token",
+    ]
+    if result.kv_fidelity is not None:
+        kept = "adds" if target.kv_cache.dtype == "int8" else "would add"
+        lines.append(f"an INT8 KV cache {kept} {result.kv_fidelity.mean_kl_nats:.4f} nats")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

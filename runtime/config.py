@@ -58,7 +58,7 @@ class GenerationConfig:
         temperature: logits are divided by it; 0 takes the most probable token.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose probabilities, after
-            temperature and top_k, come to at least this (the most probable one always stays); 1 keeps all.
+            temperature and top_k, come to at least this, and never less than one; 1 keeps all.
         min_p: drop tokens less probable than this share of the most probable one; 0 keeps all.
         repetition_penalty: logits of tokens in the prompt or answer are divided by it where
             positive and multiplied where negative; 1 does nothing.

@@ -1,0 +1,23 @@
+"""The runtime of headrace: `from headrace.runtime import Runtime, GenerationConfig`.
+
+Names are loaded when they are first asked for, so that importing a part loads nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.runtime.api import Runtime
+    from headrace.runtime.config import EngineConfig, GenerationConfig
+
+__all__ = ["EngineConfig", "GenerationConfig", "Runtime"]
+
+_HOMES = {"Runtime": "api", "EngineConfig": "config", "GenerationConfig": "config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

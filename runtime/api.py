@@ -1,0 +1,339 @@
+"""The library's front door: a model that is loaded once and asked from any number of threads.
+
+    with Runtime.load("smollm2") as runtime:
+        print(runtime.generate("The capital of France is", max_new_tokens=8).text)
+        for delta in runtime.stream("Once upon a time"):
+            print(delta.text, end="", flush=True)
+
+Blocking calls (`generate`, `agenerate`, and `chat` without `stream`) wait for room in the queue;
+calls that return at once (`submit`, `stream`, `astream`) raise QueueFullError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, cast, overload
+
+from headrace.backends.base import Capabilities
+from headrace.runtime.completion import Completion, TokenDelta
+from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.core import StepRecord
+from headrace.runtime.engine import Engine, Request
+from headrace.runtime.errors import HeadraceError, QueueFullError, RequestError
+from headrace.runtime.worker import Listener, RequestHandle, Worker
+
+Prompt = str | Sequence[int]
+ConfigT = TypeVar("ConfigT", GenerationConfig, EngineConfig)
+
+_EXIT_TIMEOUT_S = 5.0
+
+
+class PromptTokenizer(Protocol):
+    """What a runtime needs of `runtime.tokenizer.Tokenizer`."""
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+
+    def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> list[int]: ...
+
+
+class Runtime:
+    """A loaded model. Thread-safe; one engine thread; close it, or use it as a context manager.
+
+    Made by `Runtime.load`. The constructor takes the parts, for tests and special set-ups.
+
+    Args:
+        engine: owned from now on.
+        tokenizer: of the model.
+        default_config: used where a call gives no config.
+        chat_template: of the model; `chat` needs one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PromptTokenizer,
+        *,
+        default_config: GenerationConfig | None = None,
+    ) -> None:
+        self.default_config = default_config or GenerationConfig()
+        self._engine, self._tokenizer = engine, tokenizer
+        self._worker = Worker(engine)
+        # Also at interpreter exit, where a daemon thread must not be inside native code.
+        self._finalizer = weakref.finalize(self, self._worker.close, _EXIT_TIMEOUT_S)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        device: str = "auto",
+        *,
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> Runtime:
+        """Load a package.
+
+        Args:
+            folder: made by `runtime-export`.
+            device: "auto" or "cpu".
+            config: how to use the machine.
+            options: fields of `EngineConfig`, over those of `config`.
+
+        Raises:
+            ConfigError: an option is wrong.
+            PackageError: the package cannot be read.
+            BackendError: the device cannot be used, or memory is short.
+        """
+        from headrace.runtime.factory import load_runtime
+
+        return load_runtime(Path(folder), device, merge(config or EngineConfig(), options))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The newest steps, oldest first, for measurements."""
+        return tuple(self._engine.steps.copy())
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests: closed, or stopped by an error."""
+        return self._worker.closed_by is not None
+
+    @overload
+    def generate(
+        self, prompts: Prompt, config: GenerationConfig | None = None, **overrides: Any
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        config: GenerationConfig | None = None,
+        **overrides: Any,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self, prompts: Any, config: GenerationConfig | None = None, **overrides: Any
+    ) -> Completion | list[Completion]:
+        """Decode one prompt or many and wait for all of it.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of those; the result is alike. Texts
+                get the BOS token that the model wants, token ids are taken as they are.
+            config: how; the model's defaults unless given.
+            overrides: fields of `GenerationConfig`, over those of `config`.
+
+        Raises:
+            ConfigError, RequestError: something is wrong; of many prompts it names the index, and
+                nothing was started.
+            BackendError: the device failed; the other prompts are cancelled.
+            EngineClosedError: the runtime was closed.
+        """
+        merged = self._merge(config, overrides)
+        if is_single(prompts):
+            return self._run_all([self._prepare(prompts, merged)])[0]
+        return self._run_all(self._prepare_many(prompts, merged))
+
+    def stream(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
+    ) -> Iterator[TokenDelta]:
+        """Decode a prompt piece by piece, starting with the first `next`.
+
+        Closing the iterator, or dropping it, cancels the request.
+
+        Raises:
+            as `generate`, and QueueFullError at the first `next`.
+        """
+        return self._iterate(self._prepare(prompt, self._merge(config, overrides)))
+
+    def submit(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
+    ) -> RequestHandle:
+        """Start decoding a prompt and return at once.
+
+        Raises:
+            as `generate`, and QueueFullError.
+        """
+        request = self._prepare(prompt, self._merge(config, overrides))
+        handle = self._worker.submit(request, streaming=True)
+        handle.keep_alive = self
+        return handle
+
+    def cancel(self, request: RequestHandle | int) -> None:
+        """End a request, given its handle or `request_id`; nothing for one that has ended."""
+        self._worker.cancel(request if isinstance(request, int) else request.request_id)
+
+    async def agenerate(
+        self, prompts: Any, config: GenerationConfig | None = None, **overrides: Any
+    ) -> Completion | list[Completion]:
+        """`generate` for asyncio. Cancelling the task cancels the requests."""
+        merged = self._merge(config, overrides)
+        if is_single(prompts):
+            request = await asyncio.to_thread(self._prepare, prompts, merged)
+            return (await self._arun_all([request]))[0]
+        return await self._arun_all(await asyncio.to_thread(self._prepare_many, prompts, merged))
+
+    async def astream(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
+    ) -> AsyncIterator[TokenDelta]:
+        """`stream` for asyncio; every error comes at the first step of the iteration."""
+        merged = self._merge(config, overrides)
+        request = await asyncio.to_thread(self._prepare, prompt, merged)
+        async for delta in self._aiterate(request):
+            yield delta
+
+    def close(self) -> None:
+        """Fail what is not finished, stop the thread and free the memory. Idempotent."""
+        self._worker.close()
+        self._finalizer.detach()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _merge(
+        self, config: GenerationConfig | None, overrides: Mapping[str, Any]
+    ) -> GenerationConfig:
+        return merge(config or self.default_config, overrides)
+
+    def _prepare(self, prompt: Any, config: GenerationConfig) -> Request:
+        return self._engine.prepare(self._token_ids(prompt), config)
+
+    def _prepare_many(self, prompts: Iterable[Any], config: GenerationConfig) -> list[Request]:
+        requests = []
+        for index, prompt in enumerate(prompts):
+            try:
+                requests.append(self._prepare(prompt, config))
+            except HeadraceError as error:
+                error.args = (f"prompt {index}: {error}",)
+                raise
+        return requests
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode_prompt(prompt)
+        try:
+            if isinstance(prompt, (bytes, bytearray)):
+                raise TypeError
+            return [operator.index(i) for i in prompt]
+        except TypeError:
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+            ) from None
+
+    def _run_all(self, requests: Sequence[Request]) -> list[Completion]:
+        handles: list[RequestHandle] = []
+        try:
+            for request in requests:
+                handles.append(self._submit_when_room(request))
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def _submit_when_room(self, request: Request) -> RequestHandle:
+        while True:
+            try:
+                return self._worker.submit(request)
+            except QueueFullError:
+                room = threading.Event()
+                self._worker.when_room(room.set)
+                room.wait()
+
+    def _iterate(self, request: Request) -> Iterator[TokenDelta]:
+        handle = self._worker.submit(request, streaming=True)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    async def _arun_all(self, requests: Sequence[Request]) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        started: list[tuple[RequestHandle, asyncio.Future[None]]] = []
+        try:
+            for request in requests:
+                ended = loop.create_future()
+                handle = await self._asubmit_when_room(request, _at_end(loop, ended))
+                started.append((handle, ended))
+            for _, ended in started:
+                await ended
+            return [handle.result(0) for handle, _ in started]
+        finally:
+            for handle, _ in started:
+                handle.cancel()
+
+    async def _asubmit_when_room(self, request: Request, listener: Listener) -> RequestHandle:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return self._worker.submit(request, listener=listener)
+            except QueueFullError:
+                room = loop.create_future()
+                self._worker.when_room(_on_loop(loop, partial(_resolve, room)))
+                await room
+
+    async def _aiterate(self, request: Request) -> AsyncIterator[TokenDelta]:
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
+
+        def listen(delta: TokenDelta | None) -> None:
+            loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        handle = self._worker.submit(request, listener=listen)
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+        finally:
+            handle.cancel()
+        handle.result(0)
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether this is one prompt (a text or token ids) and not a list of them."""
+    if isinstance(prompts, (str, bytes, bytearray)):
+        return True
+    first = next(iter(prompts), None) if isinstance(prompts, Iterable) else 0
+    return hasattr(first, "__index__")
+
+
+def merge(config: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
+    """`config` with some fields replaced; ConfigError for an unknown one."""
+    if not overrides:
+        return config
+    return type(config).from_dict({**config.to_dict(), **overrides})
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> Callable[[], None]:
+    """`callback` as one that any thread may call."""
+    return lambda: cast(None, loop.call_soon_threadsafe(callback))
+
+
+def _at_end(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Listener:
+    """A listener that resolves `future` on its loop when the request ends."""
+
+    def listen(delta: TokenDelta | None) -> None:
+        if delta is None:
+            loop.call_soon_threadsafe(_resolve, future)
+
+    return listen

@@ -1,0 +1,363 @@
+"""Requests in, tokens out: one step at a time, on one thread.
+
+`prepare` may be called from any thread and raises whatever is wrong with a request; from then on
+nothing but `cancel`, its own sampling or the device can end it early. `add`, `cancel` and `step`
+belong to one thread. A step is schedule, run, sample, commit, emit.
+
+A request fails alone where its own sampling fails. A step that the backend fails ends everything
+that ran in it; waiting requests go on. A second failure with no good step between says that the
+backend is broken: the engine is then closed with that error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Backend, Capabilities, StepOutput
+from headrace.runtime.batching import BatchPolicy
+from headrace.runtime.completion import TokenDelta
+from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.core import (
+    FinishReason,
+    RowResult,
+    SampledToken,
+    Sequence,
+    StepPlan,
+    StepRecord,
+    StepResult,
+)
+from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
+from headrace.runtime.sampling import Sampler, Scratch, sample_seed
+from headrace.runtime.scheduler import Limits, Scheduler
+
+logger = logging.getLogger(__name__)
+
+STEP_LOG_LENGTH = 4096
+
+
+class Text(Protocol):
+    """Incremental text of one answer (`runtime.text.TextStream`)."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was matched."""
+        ...
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that is certain now."""
+        ...
+
+    def finish(self) -> str:
+        """What was still held back."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """One of the answers to a request while it is being written."""
+
+    request: Request
+    index: int
+    sequence: Sequence
+    sampler: Sampler
+    text: Text
+    has_logprobs: bool
+    sampled: tuple[SampledToken, ...] = ()  # by the step in hand
+    matched_stop: str | int | None = None
+    new_text: str = ""
+    error: Exception | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A checked request, ready to be added. Made by `Engine.prepare`."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    config: GenerationConfig
+    answers: list[_Answer] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """Something happened to a request: text, or an error that ended the whole request."""
+
+    request: Request
+    delta: TokenDelta | None
+    error: Exception | None = None
+
+
+class Engine:
+    """Runs requests on a backend.
+
+    Args:
+        backend: not loaded yet; closed with the engine.
+        make_text: a fresh text stream for an answer.
+        eos_token_ids: tokens with which the model ends a text.
+
+    Raises:
+        whatever `backend.load` raises.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        make_text: Callable[[GenerationConfig], Text],
+        eos_token_ids: Iterable[int],
+        config: EngineConfig | None = None,
+        policy: BatchPolicy | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.capabilities = backend.load()
+        self.steps: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
+        self.closed_by: Exception | None = None
+        self._backend = backend
+        self._make_text = make_text
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._limits = _limits(self.config, self.capabilities)
+        self._scheduler = Scheduler(self._limits, policy)
+        self._scratch = Scratch(self.capabilities.vocab_size)
+        self._answers: dict[int, _Answer] = {}
+        self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
+        self._last_step_failed = False
+
+    @property
+    def has_work(self) -> bool:
+        return self.closed_by is None and self._scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that have no slot yet."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._scheduler.num_free_slots
+
+    def prepare(self, prompt_ids: Iterable[int], config: GenerationConfig) -> Request:
+        """Check a request and make what its answers need. Any thread.
+
+        Raises:
+            RequestError: no prompt, or a token that the vocabulary does not have.
+            PromptTooLongError: the context has no room for a new token.
+            InsufficientMemoryError: the KV budget could never hold prompt and answer.
+        """
+        ids = tuple(prompt_ids)
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        vocab_size = self.capabilities.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            beyond = next(i for i in ids if not 0 <= i < vocab_size)
+            raise RequestError(
+                f"the prompt has token {beyond}, but the vocabulary has {vocab_size} tokens"
+            )
+        max_new_tokens = self._limits.new_tokens(len(ids), config.max_new_tokens)
+        seed = secrets.randbits(64) if config.seed is None else config.seed
+        request = Request(self._next_id(), ids, config)
+        for index in range(config.n):
+            seq_id = self._next_id() if index else request.request_id
+            first_id = request.request_id if index else None
+            request.answers.append(
+                _Answer(
+                    request,
+                    index,
+                    Sequence(seq_id, list(ids), len(ids), max_new_tokens, prefix_of=first_id),
+                    Sampler(
+                        config, ids, self._eos_token_ids, sample_seed(seed, index), self._scratch
+                    ),
+                    self._make_text(config),
+                    has_logprobs=config.logprobs is not None,
+                )
+            )
+        return request
+
+    def add(self, request: Request) -> None:
+        """Queue a prepared request."""
+        for answer in request.answers:
+            self._scheduler.add(answer.sequence)
+            self._answers[answer.sequence.seq_id] = answer
+
+    def cancel(self, request: Request) -> list[StepEvent]:
+        """End a request; what was written so far stands. Nothing for one that has ended."""
+        return [
+            StepEvent(request, _cancelled(answer))
+            for answer in request.answers
+            if self._drop(answer)
+        ]
+
+    def step(self) -> list[StepEvent]:
+        """Run one step and say what came of it; nothing when there is nothing to do.
+
+        Raises:
+            EngineClosedError: the engine was closed, or its backend is broken.
+        """
+        if self.closed_by is not None:
+            raise EngineClosedError(str(self.closed_by)) from self.closed_by
+        start = time.perf_counter()
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return []
+        try:
+            output = self._backend.collect(self._backend.submit(plan))
+        except Exception as error:
+            return self._fail_step(plan, error)
+        self._last_step_failed = False
+        stepped = self._sample(plan, output)
+        results = tuple([result for _, result in stepped])
+        self._scheduler.commit(plan, StepResult(plan.step_id, results, output.model_ms))
+        events = self._emit([answer for answer, _ in stepped])
+        total_ms = (time.perf_counter() - start) * 1e3
+        self.steps.append(
+            StepRecord(
+                plan.step_id,
+                len(plan.rows),
+                plan.num_tokens,
+                output.model_ms,
+                total_ms - output.model_ms,
+                self._scheduler.num_waiting,
+            )
+        )
+        return events
+
+    def close(self, reason: Exception | None = None) -> list[StepEvent]:
+        """End everything and give the backend's memory back. Calling it again does nothing.
+
+        Args:
+            reason: what unfinished requests fail with; `EngineClosedError` unless given.
+        """
+        if self.closed_by is not None:
+            return []
+        self.closed_by = reason or EngineClosedError("the runtime was closed")
+        requests = dict.fromkeys(answer.request for answer in self._answers.values())
+        events = [StepEvent(request, None, self.closed_by) for request in requests]
+        for answer in list(self._answers.values()):
+            self._drop(answer)
+        self._backend.close()
+        return events
+
+    def check_integrity(self) -> None:
+        """Assert that the books are in order; between steps."""
+        self._scheduler.check_integrity()
+        held = self._scheduler.num_waiting + self._scheduler.num_running
+        assert len(self._answers) == held
+
+    def _sample(self, plan: StepPlan, output: StepOutput) -> list[tuple[_Answer, RowResult]]:
+        """Draw a token for every row with logits, in the order of the plan."""
+        entropies = output.entropy_nats.tolist()
+        stepped: list[tuple[_Answer, RowResult]] = []
+        line = 0
+        for row in plan.rows:
+            answer = self._answers[row.seq_id]
+            finish: FinishReason | None = None
+            answer.sampled = ()
+            if row.num_logits:
+                logits, entropy = output.logits[line], entropies[line]
+                line += 1
+                try:
+                    finish = self._draw(answer, logits, entropy)
+                except Exception as error:  # a request fails alone, whatever went wrong in it
+                    answer.error, finish = error, FinishReason.ERROR
+            stepped.append((answer, RowResult(row.seq_id, answer.sampled, finish)))
+        return stepped
+
+    def _draw(
+        self, answer: _Answer, logits: NDArray[np.float32], entropy_nats: float
+    ) -> FinishReason | None:
+        """Draw and accept one token; STOP where it ends the answer."""
+        sampler, sequence = answer.sampler, answer.sequence
+        token_id, logprob, top = sampler.sample(logits, len(sequence.tokens))
+        sampler.accept(token_id)
+        answer.sampled = (SampledToken(token_id, entropy_nats, logprob, top),)
+        if sampler.is_stop_token(token_id, sequence.generated_len + 1):
+            answer.new_text, answer.matched_stop = "", token_id
+            return FinishReason.STOP
+        answer.new_text = answer.text.push((token_id,))
+        answer.matched_stop = answer.text.stopped
+        return None if answer.matched_stop is None else FinishReason.STOP
+
+    def _emit(self, answers: Iterable[_Answer]) -> list[StepEvent]:
+        """What a committed step means to those who asked."""
+        events: list[StepEvent] = []
+        for answer in answers:
+            if answer.error is not None and answer.sequence.seq_id in self._answers:
+                logger.warning("a request failed: %s", answer.error)
+                self._drop_request(answer.request)
+                events.append(StepEvent(answer.request, None, answer.error))
+        for answer in answers:
+            sampled, sequence = answer.sampled, answer.sequence
+            if not sampled or sequence.seq_id not in self._answers:
+                continue
+            text, finish = answer.new_text, sequence.finish_reason
+            if finish is not None:
+                text += answer.text.finish()
+                del self._answers[sequence.seq_id]
+            delta = TokenDelta(
+                text,
+                tuple([token.token_id for token in sampled]),
+                sampled if answer.has_logprobs else None,
+                tuple([token.entropy_nats for token in sampled]),
+                finish,
+                answer.matched_stop,
+                answer.index,
+            )
+            events.append(StepEvent(answer.request, delta))
+        return events
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[StepEvent]:
+        """End what ran in a failed step, or everything where the backend is broken."""
+        failed = self._scheduler.fail(plan)
+        if not isinstance(error, BackendError):
+            cause, error = error, BackendError(f"a step failed unexpectedly: {error!r}")
+            error.__cause__ = cause
+            return self.close(error)
+        if self._last_step_failed:
+            logger.error("the backend failed twice in a row and is given up: %s", error)
+            return self.close(error)
+        self._last_step_failed = True
+        logger.warning("a step failed and ended %d sequences: %s", len(failed), error)
+        requests = dict.fromkeys(self._answers[s.seq_id].request for s in failed)
+        for request in requests:
+            self._drop_request(request)
+        return [StepEvent(request, None, error) for request in requests]
+
+    def _drop_request(self, request: Request) -> None:
+        for answer in request.answers:
+            self._drop(answer)
+
+    def _drop(self, answer: _Answer) -> bool:
+        """Forget an answer; False where it had ended."""
+        seq_id = answer.sequence.seq_id
+        self._scheduler.cancel(seq_id)
+        return self._answers.pop(seq_id, None) is not None
+
+
+def _limits(config: EngineConfig, caps: Capabilities) -> Limits:
+    return Limits(
+        max_slots=min(config.max_sequences, caps.max_slots),
+        context_tokens=min(config.context_tokens or caps.context_tokens, caps.context_tokens),
+        kv_budget_tokens=caps.kv_budget_tokens,
+        kv_bytes_per_token=caps.kv_bytes_per_token,
+        max_chunk_tokens=min(config.max_chunk_tokens, caps.max_row_tokens),
+        inter_token_bound_ms=config.inter_token_bound_ms,
+    )
+
+
+def _cancelled(answer: _Answer) -> TokenDelta:
+    """The last delta of an answer that is ended from outside, with what was held back."""
+    return TokenDelta(
+        answer.text.finish(), finish_reason=FinishReason.CANCELLED, index=answer.index
+    )

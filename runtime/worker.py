@@ -1,0 +1,271 @@
+"""The thread that owns an engine. Everybody else talks to it through a queue.
+
+    caller --submit, cancel--> inbox --> engine thread: add, cancel, step --> handle --> caller
+
+The thread blocks in C when there is nothing to do. Callers never touch the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, TokenDelta
+from headrace.runtime.engine import Engine, Request, StepEvent
+from headrace.runtime.errors import EngineClosedError, QueueFullError
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[TokenDelta | None], None]  # None: the request has ended
+
+_worker_numbers = itertools.count(1)
+
+
+class RequestHandle:
+    """A request on its way. Made by `Runtime.submit`.
+
+    Iterate over it for the pieces as they come, once and from one thread; `result` waits for the
+    whole. Dropping a handle does not cancel its request.
+    """
+
+    def __init__(self, worker: Worker, request: Request, streaming: bool) -> None:
+        self.request_id = request.request_id
+        self.keep_alive: object = None  # whose end would end the request
+        self._worker, self._request = worker, request
+        self._builders = [ChoiceBuilder(answer.index) for answer in request.answers]
+        self._choices: dict[int, Choice] = {}
+        self._deltas: queue.SimpleQueue[TokenDelta | None] | None = (
+            queue.SimpleQueue() if streaming else None
+        )
+        self._listener: Listener | None = None
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def cancel(self) -> None:
+        """End the request within a step; nothing for one that has ended. Any thread."""
+        if not self._ended.is_set():
+            self._worker.cancel(self.request_id)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: it goes on longer; the request is not cancelled.
+            HeadraceError: the request failed.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"request {self.request_id} is not done after {timeout} s")
+        if self._error is not None:
+            raise self._error
+        choices = tuple(self._choices[i] for i in range(len(self._builders)))
+        return Completion(len(self._request.prompt_ids), choices)
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        assert self._deltas is not None, "this handle was not made for streaming"
+        while (delta := self._deltas.get()) is not None:
+            yield delta
+        self._deltas.put(None)  # for whoever asks again
+        if self._error is not None:
+            raise self._error
+
+    def _take(self, event: StepEvent) -> bool:
+        """Engine thread: note what happened; True at the end of the request."""
+        delta = event.delta
+        if delta is not None:
+            builder = self._builders[delta.index]
+            builder.add(delta)
+            if delta.finish_reason is not None:
+                self._choices[delta.index] = builder.build(delta)
+            self._publish(delta)
+            if len(self._choices) < len(self._builders):
+                return False
+        self._error = event.error
+        self._ended.set()
+        self._publish(None)
+        return True
+
+    def _publish(self, item: TokenDelta | None) -> None:
+        if self._deltas is not None:
+            self._deltas.put(item)
+        if self._listener is None:
+            return
+        try:
+            self._listener(item)
+        except Exception:  # nobody is listening any more (its event loop was closed)
+            logger.warning("a listener failed; its request is cancelled", exc_info=True)
+            self._listener = None
+            self._worker.cancel(self.request_id)
+
+
+class Worker:
+    """Runs an engine on a thread of its own.
+
+    Args:
+        engine: not to be touched by anybody else from now on, except `prepare`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._max_waiting = engine.config.max_waiting
+        # A request to add, the id of one to cancel, or None to stop. Its put is reentrant, so that
+        # a finalizer may close.
+        self._inbox: queue.SimpleQueue[RequestHandle | int | None] = queue.SimpleQueue()
+        self._handles: dict[int, RequestHandle] = {}  # engine thread only
+        self._num_added = 0  # answers taken from the inbox; engine thread only
+        # Guards what follows. `_room`: answers that may still be submitted.
+        self._lock = threading.Lock()
+        self._num_submitted = 0
+        self._room = self._max_waiting + engine.num_free_slots
+        self._room_listeners: list[Callable[[], None]] = []
+        self._closed_by: Exception | None = None
+        name = f"headrace-engine-{next(_worker_numbers)}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def closed_by(self) -> Exception | None:
+        """Why nothing more is taken; None while open."""
+        return self._closed_by
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        streaming: bool = False,
+        listener: Listener | None = None,
+    ) -> RequestHandle:
+        """Hand a prepared request to the engine. Any thread.
+
+        Args:
+            streaming: whether the handle will be iterated over.
+            listener: called on the engine thread with each delta, and with None at the end.
+
+        Raises:
+            QueueFullError: `max_waiting` is reached.
+            EngineClosedError: closed, or stopped by an error.
+        """
+        handle = RequestHandle(self, request, streaming)
+        handle._listener = listener
+        with self._lock:
+            if self._closed_by is not None:
+                raise _closed_error(self._closed_by)
+            if self._room <= 0:
+                raise QueueFullError(
+                    f"{self._max_waiting} requests are waiting already (max_waiting); "
+                    "try again later"
+                )
+            self._room -= len(request.answers)
+            self._num_submitted += len(request.answers)
+            self._inbox.put(handle)
+        return handle
+
+    def cancel(self, request_id: int) -> None:
+        """End a request within a step; nothing for one that has ended. Any thread."""
+        self._inbox.put(request_id)
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Call back once `submit` may succeed or the worker has closed; on any thread."""
+        with self._lock:
+            if self._room <= 0 and self._closed_by is None:
+                self._room_listeners.append(callback)
+                return
+        callback()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Fail what is not finished and wait for the thread to end. Any thread, any time."""
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        reason: Exception | None = None
+        try:
+            while self._apply_inbox():
+                for event in self._engine.step():
+                    self._deliver(event)
+                if self._engine.closed_by is not None:
+                    break
+                self._update_room()
+        except Exception as error:  # our own mistake: nobody must wait for ever because of it
+            logger.exception("the engine stopped")
+            reason = error
+        self._shut(reason)
+
+    def _apply_inbox(self) -> bool:
+        """Carry out what callers asked for; waits if there is nothing else to do."""
+        engine, inbox = self._engine, self._inbox
+        while not inbox.empty() or not engine.has_work:
+            command = inbox.get()
+            if command is None:
+                return False
+            if isinstance(command, RequestHandle):
+                self._handles[command.request_id] = command
+                engine.add(command._request)
+                self._num_added += len(command._request.answers)
+            elif handle := self._handles.get(command):
+                for event in engine.cancel(handle._request):
+                    self._deliver(event)
+                self._update_room()
+        return True
+
+    def _deliver(self, event: StepEvent) -> None:
+        handle = self._handles.get(event.request.request_id)
+        if handle is not None and handle._take(event):
+            del self._handles[handle.request_id]
+
+    def _update_room(self) -> None:
+        """As many answers as may wait or have a slot now, less those still in the inbox."""
+        engine = self._engine
+        room = self._max_waiting + engine.num_free_slots - engine.num_waiting + self._num_added
+        listeners: list[Callable[[], None]] = []
+        with self._lock:
+            self._room = room - self._num_submitted
+            if self._room > 0 and self._room_listeners:
+                listeners, self._room_listeners = self._room_listeners, listeners
+        _call_all(listeners)
+
+    def _shut(self, reason: Exception | None) -> None:
+        """Last act of the thread: nobody is left waiting, whatever happened."""
+        engine = self._engine
+        try:
+            for event in engine.close(reason):
+                self._deliver(event)
+        except Exception:
+            logger.exception("closing the backend failed")
+        error = reason or engine.closed_by or EngineClosedError("the runtime was closed")
+        with self._lock:  # from here on `submit` refuses, so the inbox only shrinks
+            self._closed_by = error
+            listeners, self._room_listeners = self._room_listeners, []
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, RequestHandle):
+                self._handles[command.request_id] = command
+        for handle in list(self._handles.values()):
+            self._deliver(StepEvent(handle._request, None, _closed_error(error)))
+        _call_all(listeners)
+
+
+def _closed_error(cause: Exception) -> EngineClosedError:
+    if isinstance(cause, EngineClosedError):
+        return EngineClosedError(str(cause))
+    error = EngineClosedError(f"the runtime stopped after an error: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:  # its event loop was closed
+            logger.warning("a caller that waited for room is gone", exc_info=True)

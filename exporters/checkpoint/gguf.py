@@ -43,6 +43,10 @@ def open_gguf(path: Path) -> Checkpoint:
     header = read_header(path)
     metadata = GgufMetadata(header.metadata, path)
     name = metadata.text("general.architecture")
+    if (parts := metadata.maybe_integer("split.count") or 1) > 1:
+        raise CheckpointError(
+            f"{path} is one part of {parts}; join them with llama-gguf-split --merge"
+        )
     architecture = ARCHITECTURES.get(name)
     stored = {tensor.name: tensor for tensor in header.tensors}
     with ExitStack() as resources:

@@ -112,7 +112,8 @@ class _Parser:
             key = self._string("a metadata key")
             if key in metadata:
                 raise self._error(f"is damaged: metadata key {key!r} occurs twice")
-            metadata[key] = self._value(self._number("<I", key), key, _MAX_ARRAY_DEPTH)
+            where = f"metadata key {key!r}"
+            metadata[key] = self._value(self._number("<I", where), where, _MAX_ARRAY_DEPTH)
         records = [self._tensor_record() for _ in range(tensor_count)]
         start = -(-self._at // (step := self._alignment(metadata))) * step
         return GgufHeader(metadata, self._place(records, start))

@@ -39,7 +39,7 @@ def normalize_config(raw: dict[str, object], tensors: Container[str], path: Path
         quantization = config["quantization_config"]
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CheckpointError(
-            f"{path} says that the weights are already quantized ({method}); "
+            f"{path} says that the weights are already quantized ({method!r}); "
             "export the original checkpoint instead"
         )
     for key, value in _DEFAULTS.get(model_type, {}).items():

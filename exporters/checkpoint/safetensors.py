@@ -69,7 +69,7 @@ def _open(
         for name, file in (shard_of or {}).items():
             if name not in tensors:
                 raise CheckpointError(
-                    f"{folder / _INDEX_FILE} promises tensor {name!r} in {file.name}, which does "
+                    f"{folder / _INDEX_FILE} promises tensor {name!r} in {file.name!r}, which does "
                     "not have it; download the checkpoint again"
                 )
         return Checkpoint(
@@ -118,7 +118,8 @@ def _load(handle: Any, name: str, file: Path) -> Float:
             return values
         step = max(1, _CHUNK_VALUES // (values.size // shape[0]))
         for start in range(0, shape[0], step):
-            values[start : start + step] = part[start : start + step]
+            stop = min(shape[0], start + step)
+            values[start:stop] = part[start:stop]
         return values
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file}: tensor {name!r} cannot be read: {error}") from None
@@ -139,7 +140,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
         shard_of[name] = folder / file
     for shard in sorted(set(shard_of.values())):
         if not shard.is_file():
-            raise CheckpointError(f"{path} names {shard.name}, which is missing; download it")
+            raise CheckpointError(f"{path} names {shard.name!r}, which is missing; download it")
     return shard_of
 
 

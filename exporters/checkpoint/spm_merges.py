@@ -10,7 +10,8 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[t
 
     SentencePiece joins the neighbours whose union has the highest score, the leftmost on a tie.
     So all ways to make a better token come before all ways to make a worse one; ways to make the
-    same token, which can only overlap, are ordered by the id of their left part.
+    same token are ordered by the id of their left part. Exact while scores are distinct, as
+    SentencePiece's trainer makes them: ranks cannot say "leftmost of two different tokens".
     """
     ids = {token: i for i, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []

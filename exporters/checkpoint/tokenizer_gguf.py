@@ -7,6 +7,7 @@ Two kinds are known: "gpt2" (byte-level BPE with merges and a named pre-tokenize
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -123,8 +124,11 @@ def _vocabulary(metadata: GgufMetadata) -> _Vocabulary:
     tokens = [
         token or f"[EMPTY_{i}]" for i, token in enumerate(metadata.texts("tokenizer.ggml.tokens"))
     ]
-    if not tokens or len(set(tokens)) != len(tokens):
-        raise CheckpointError(f"{metadata.path}: its vocabulary is empty or has a token twice")
+    if not tokens:
+        raise CheckpointError(f"{metadata.path} has an empty vocabulary; convert it again")
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
+        raise CheckpointError(f"{metadata.path} has token {twice!r} twice in its vocabulary")
     numbers = metadata.maybe_numbers("tokenizer.ggml.token_type", "iu")
     types = [_Type.NORMAL.value] * len(tokens) if numbers is None else [int(n) for n in numbers]
     if len(types) != len(tokens):

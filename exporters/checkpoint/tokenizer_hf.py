@@ -42,8 +42,15 @@ def tokenizer_from_folder(folder: Path, config: dict[str, object]) -> TokenizerS
     )
 
 
-def parse_tokenizer(text: str, path: Path) -> Tokenizer:
+def _read_tokenizer(folder: Path) -> Tokenizer:
     """A Tokenizer that neither pads nor truncates."""
+    path = folder / _TOKENIZER_FILE
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no {_TOKENIZER_FILE}; add it (transformers writes it with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    text = read_text(path)
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises the base class
@@ -53,20 +60,15 @@ def parse_tokenizer(text: str, path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / _TOKENIZER_FILE
-    if not path.exists():
-        raise CheckpointError(
-            f"{folder} has no {_TOKENIZER_FILE}; add it (transformers writes it with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-        )
-    return parse_tokenizer(read_text(path), path)
-
-
 def _added_prefix(tokenizer: Tokenizer, folder: Path) -> int | None:
     """The token that the post-processor puts before a text, if it does."""
-    plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-    wrapped = tokenizer.encode(_PROBE).ids
+    try:
+        plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        wrapped = tokenizer.encode(_PROBE).ids
+    except Exception as error:  # tokenizers raises the base class
+        raise CheckpointError(
+            f"{folder / _TOKENIZER_FILE} cannot encode {_PROBE!r}: {error}"
+        ) from None
     if wrapped == plain:
         return None
     if wrapped[1:] == plain:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
 from headrace.exporters.graph.decoder import FORMS, DecoderParts, KvScales, build_decoder
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.precision import DEFAULT_PRECISION, Precision, find_precision
+from headrace.exporters.rotation import RotatedSource
 from headrace.exporters.validate import Fidelity, check_graph
 from headrace.exporters.weight_source import WeightSource
 from headrace.runtime.errors import ConfigError, ExportError
@@ -117,15 +117,7 @@ class _Export:
         self.precision, self.forms, self.progress = precision, forms, progress
         self.spec = decoder_spec(checkpoint.config)
         self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
-        weights, fmt = WeightSource(checkpoint), precision.make()
-        self.parts = DecoderParts(
-            spec=self.spec,
-            weight=weights.weight,
-            vector=weights.vector,
-            layer_format=fmt,
-            head_format=fmt,
-            kv_scales=None,
-        )
+        self.parts = _decoder_parts(self.spec, WeightSource(checkpoint), precision)
 
     def run(self, kv_cache: str) -> ExportResult:
         scales, fidelity = self._kv_scales(kv_cache)
@@ -152,7 +144,8 @@ class _Export:
     def _kv_scales(self, kv_cache: str) -> tuple[KvScales | None, Fidelity | None]:
         if kv_cache == "fp32" or (kv_cache == "auto" and self.precision.name == "fp32"):
             return None, None
-        chunks = calibration_chunks(self.tokenizer, self.spec.context_tokens)
+        template = self.checkpoint.tokenizer.chat_template
+        chunks = calibration_chunks(self.tokenizer, template, self.spec.context_tokens)
         done = 0
 
         def advance() -> None:
@@ -176,8 +169,7 @@ class _Export:
         name = self.precision.target
         folder = self.folder / name
         folder.mkdir()
-        total = 4 * self.spec.num_layers + 2 * self.spec.num_layers + 2
-        total += 0 if self.spec.tied_embeddings else 1
+        total = 6 * self.spec.num_layers + 3  # embedding, final norm, head or what goes before it
         stage, written = "writing weights", 0
 
         def on_weight(_: str) -> None:
@@ -253,6 +245,23 @@ class _Export:
         return tuple(infos)
 
 
+def _decoder_parts(spec: DecoderSpec, plain: WeightSource, precision: Precision) -> DecoderParts:
+    fmt = precision.make()
+    rotated = RotatedSource(plain, spec) if precision.rotate else None
+    source = rotated or plain
+    return DecoderParts(
+        spec=spec,
+        weight=source.weight,
+        vector=source.vector,
+        layer_format=fmt,
+        head_format=fmt,
+        kv_scales=None,
+        head_matrix=(
+            (lambda: rotated.tied_head_matrix) if rotated and spec.tied_embeddings else None
+        ),
+    )
+
+
 def _model_info(spec: DecoderSpec) -> ModelInfo:
     return ModelInfo(**{f.name: getattr(spec, f.name) for f in dataclasses.fields(ModelInfo)})
 
@@ -300,9 +309,9 @@ def _atomic_folder(output: Path, overwrite: bool) -> Iterator[Path]:
 
 def _replace(partial: Path, output: Path) -> None:
     if not output.exists():
-        os.replace(partial, output)
+        partial.replace(output)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
-    os.replace(output, aside / "package")
-    os.replace(partial, output)
+    output.replace(aside / "package")
+    partial.replace(output)
     shutil.rmtree(aside, ignore_errors=True)

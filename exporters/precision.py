@@ -16,40 +16,43 @@ class Precision:
     """`make` gives a fresh format for the layers, the embedding and the head.
 
     A format remembers what it stored, so one serves one package. `target` is the folder in the
-    package; `bits` the nominal width of a weight, for estimates.
+    package. `rotate`: quantized activations need the residual stream rotated (`rotation.py`).
     """
 
     name: str
     target: str
-    bits: int
     make: Callable[[], LinearFormat]
     summary: str
+    rotate: bool = False
 
 
 _ALL = (
-    Precision("w8a8_row", "cpu_int8", 8, RowInt8Format, "INT8, a scale a channel and a row"),
+    Precision(
+        "w8a8_row",
+        "cpu_int8",
+        RowInt8Format,
+        "INT8 weights and activations, a scale a channel and a row",
+        rotate=True,
+    ),
     Precision(
         "w8a8_block",
         "cpu_int8_block",
-        8,
         lambda: BlockFormat("w8a8_block", 8),
         "INT8 in blocks of 32 (MatMulNBits)",
     ),
     Precision(
         "w4a8_block",
         "cpu_int4_block",
-        4,
         lambda: BlockFormat("w4a8_block", 4),
         "INT4 in blocks of 32 (MatMulNBits), embedding and head INT8",
     ),
     Precision(
         "keep",
         "cpu_keep",
-        8,
         lambda: BlockFormat("keep", 8, lossless=True),
         "the checkpoint's own 4- and 8-bit blocks; INT8 blocks for the rest",
     ),
-    Precision("fp32", "cpu_fp32", 32, Float32, "float32 throughout"),
+    Precision("fp32", "cpu_fp32", Float32, "float32 throughout"),
 )
 PRECISIONS: Mapping[str, Precision] = {precision.name: precision for precision in _ALL}
 

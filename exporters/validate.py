@@ -21,7 +21,7 @@ Float = NDArray[np.float32]
 
 
 class GraphRunner:
-    """One sequence on a "ragged" or "uniform" graph; every run's logits are for all its tokens.
+    """One sequence on a "ragged" or "uniform" graph.
 
     Args:
         graph: the .onnx file.
@@ -52,8 +52,8 @@ class GraphRunner:
                 shape = (1, info.shape[1], self._capacity, info.shape[3])
                 self._cache[name] = np.zeros(shape, dtype)
 
-    def run(self, token_ids: list[int]) -> Float:
-        """Append tokens; logits float32 [len(token_ids), vocab]."""
+    def run(self, token_ids: list[int], *, last_only: bool = False) -> Float:
+        """Append tokens; logits float32 [len(token_ids), vocab], or [1, vocab] of the last."""
         n = len(token_ids)
         span = np.arange(n, dtype=np.int64)
         feeds: dict[str, NDArray[Any]] = {
@@ -63,7 +63,7 @@ class GraphRunner:
             io.SEQLENS_K: np.array([self._past + n - 1], np.int32),
             io.TOTAL_TOKENS: np.array(self._capacity, np.int32),
             io.QUERY_SEQLENS: np.array([n], np.int32),
-            io.LOGITS_INDEX: span,
+            io.LOGITS_INDEX: span[-1:] if last_only else span,
             **self._cache,
         }
         values = self._session.run(
@@ -109,7 +109,7 @@ class FidelityMeter:
     def add(self, reference: Float, model: Float) -> None:
         """Two arrays of logits, float32 [rows, vocab]."""
         p, q = _log_softmax(reference), _log_softmax(model)
-        self._kl.append((np.exp(p) * (p - q)).sum(axis=1))
+        self._kl.append((np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64))
         self._same += int((reference.argmax(axis=1) == model.argmax(axis=1)).sum())
 
     def result(self) -> Fidelity:
@@ -133,6 +133,7 @@ def check_graph(graph: Path, vocab_size: int) -> None:
         raise ExportError("the exported graph gives logits that are not finite")
 
 
-def _log_softmax(logits: Float) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+def _log_softmax(logits: Float) -> Float:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
+    return shifted - np.log(total).astype(np.float32)

@@ -49,6 +49,8 @@ class DecoderParts:
         vector: reads a one-dimensional tensor, float32 [n].
         layer_format: for attention and MLP; `head_format` for the embedding and the head.
         kv_scales: an INT8 cache, or None for float32.
+        head_matrix: float32 [hidden, hidden] that the last hidden state is multiplied with before
+            the head, or None.
     """
 
     spec: DecoderSpec
@@ -57,6 +59,7 @@ class DecoderParts:
     layer_format: LinearFormat
     head_format: LinearFormat
     kv_scales: KvScales | None
+    head_matrix: Callable[[], Float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,9 @@ class _Decoder:
         spec, g, formats = self.spec, self.g, self.parts.head_format
         weight = self.parts.weight(spec.head)
         with g.scope("head"):
+            if (matrix := self.parts.head_matrix) is not None:
+                hidden = g.op("MatMul", hidden, g.weight("head.matrix", matrix))
+                g.store.describe("head.matrix", (spec.hidden_size, spec.hidden_size), "fp32")
             emit = formats.tied_head if spec.tied_embeddings else formats.linear
             logits = emit(g, hidden, weight)
             log_p = g.op("LogSoftmax", logits, attributes={"axis": -1})

@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import asyncio
 import operator
-import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from headrace.backends.base import Capabilities
+from headrace.runtime.chat import ChatTemplate
 from headrace.runtime.completion import Completion, TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import StepRecord
 from headrace.runtime.engine import Engine, Request
-from headrace.runtime.errors import HeadraceError, QueueFullError, RequestError
-from headrace.runtime.worker import Listener, RequestHandle, Worker
+from headrace.runtime.errors import HeadraceError, RequestError
+from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
+from headrace.runtime.worker import RequestHandle, Worker
 
 Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
 ConfigT = TypeVar("ConfigT", GenerationConfig, EngineConfig)
 
 _EXIT_TIMEOUT_S = 5.0
@@ -37,6 +39,10 @@ _EXIT_TIMEOUT_S = 5.0
 
 class PromptTokenizer(Protocol):
     """What a runtime needs of `runtime.tokenizer.Tokenizer`."""
+
+    bos_token: str
+    eos_token: str
+    control_tokens: tuple[str, ...]
 
     def encode_prompt(self, text: str) -> list[int]: ...
 
@@ -53,6 +59,9 @@ class Runtime:
         tokenizer: of the model.
         default_config: used where a call gives no config.
         chat_template: of the model; `chat` needs one.
+
+    Raises:
+        TemplateError: the chat template cannot be compiled.
     """
 
     def __init__(
@@ -61,7 +70,9 @@ class Runtime:
         tokenizer: PromptTokenizer,
         *,
         default_config: GenerationConfig | None = None,
+        chat_template: str | None = None,
     ) -> None:
+        self._template = None if chat_template is None else ChatTemplate(chat_template)
         self.default_config = default_config or GenerationConfig()
         self._engine, self._tokenizer = engine, tokenizer
         self._worker = Worker(engine)
@@ -140,8 +151,8 @@ class Runtime:
         """
         merged = self._merge(config, overrides)
         if is_single(prompts):
-            return self._run_all([self._prepare(prompts, merged)])[0]
-        return self._run_all(self._prepare_many(prompts, merged))
+            return run_all(self._worker, [self._prepare(prompts, merged)])[0]
+        return run_all(self._worker, self._prepare_many(prompts, merged))
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
@@ -153,7 +164,47 @@ class Runtime:
         Raises:
             as `generate`, and QueueFullError at the first `next`.
         """
-        return self._iterate(self._prepare(prompt, self._merge(config, overrides)))
+        return iterate(self._worker, self._prepare(prompt, self._merge(config, overrides)))
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        config: GenerationConfig | None = None,
+        *,
+        stream: Literal[False] = False,
+        **overrides: Any,
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        config: GenerationConfig | None = None,
+        *,
+        stream: Literal[True],
+        **overrides: Any,
+    ) -> Iterator[TokenDelta]: ...
+
+    def chat(
+        self,
+        messages: Messages,
+        config: GenerationConfig | None = None,
+        *,
+        stream: bool = False,
+        **overrides: Any,
+    ) -> Completion | Iterator[TokenDelta]:
+        """The assistant's next message, in the model's chat format.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each, oldest first.
+            stream: return the pieces as `stream` does, instead of the whole.
+
+        Raises:
+            as `generate`, and TemplateError where the model's template refuses the messages.
+        """
+        request = self._prepare_chat(messages, self._merge(config, overrides))
+        return iterate(self._worker, request) if stream else run_all(self._worker, [request])[0]
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
@@ -172,6 +223,19 @@ class Runtime:
         """End a request, given its handle or `request_id`; nothing for one that has ended."""
         self._worker.cancel(request if isinstance(request, int) else request.request_id)
 
+    @overload
+    async def agenerate(
+        self, prompts: Prompt, config: GenerationConfig | None = None, **overrides: Any
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        config: GenerationConfig | None = None,
+        **overrides: Any,
+    ) -> list[Completion]: ...
+
     async def agenerate(
         self, prompts: Any, config: GenerationConfig | None = None, **overrides: Any
     ) -> Completion | list[Completion]:
@@ -179,8 +243,10 @@ class Runtime:
         merged = self._merge(config, overrides)
         if is_single(prompts):
             request = await asyncio.to_thread(self._prepare, prompts, merged)
-            return (await self._arun_all([request]))[0]
-        return await self._arun_all(await asyncio.to_thread(self._prepare_many, prompts, merged))
+            return (await arun_all(self._worker, [request]))[0]
+        return await arun_all(
+            self._worker, await asyncio.to_thread(self._prepare_many, prompts, merged)
+        )
 
     async def astream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
@@ -188,8 +254,46 @@ class Runtime:
         """`stream` for asyncio; every error comes at the first step of the iteration."""
         merged = self._merge(config, overrides)
         request = await asyncio.to_thread(self._prepare, prompt, merged)
-        async for delta in self._aiterate(request):
-            yield delta
+        async with aclosing(aiterate(self._worker, request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    @overload
+    async def achat(
+        self,
+        messages: Messages,
+        config: GenerationConfig | None = None,
+        *,
+        stream: Literal[False] = False,
+        **overrides: Any,
+    ) -> Completion: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Messages,
+        config: GenerationConfig | None = None,
+        *,
+        stream: Literal[True],
+        **overrides: Any,
+    ) -> AsyncIterator[TokenDelta]: ...
+
+    async def achat(
+        self,
+        messages: Messages,
+        config: GenerationConfig | None = None,
+        *,
+        stream: bool = False,
+        **overrides: Any,
+    ) -> Completion | AsyncIterator[TokenDelta]:
+        """`chat` for asyncio: `await` gives the completion or, with `stream`, an iterator."""
+        merged = self._merge(config, overrides)
+        request = await asyncio.to_thread(self._prepare_chat, messages, merged)
+        return (
+            aiterate(self._worker, request)
+            if stream
+            else (await arun_all(self._worker, [request]))[0]
+        )
 
     def close(self) -> None:
         """Fail what is not finished, stop the thread and free the memory. Idempotent."""
@@ -225,6 +329,18 @@ class Runtime:
                 raise
         return requests
 
+    def _prepare_chat(self, messages: Messages, config: GenerationConfig) -> Request:
+        if self._template is None:
+            raise RequestError("the model has no chat template; use generate with a whole prompt")
+        tokenizer = self._tokenizer
+        segments = self._template.render(
+            messages,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            control_tokens=tokenizer.control_tokens,
+        )
+        return self._engine.prepare(tokenizer.encode_segments(segments), config)
+
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenizer.encode_prompt(prompt)
@@ -236,72 +352,6 @@ class Runtime:
             raise RequestError(
                 f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
             ) from None
-
-    def _run_all(self, requests: Sequence[Request]) -> list[Completion]:
-        handles: list[RequestHandle] = []
-        try:
-            for request in requests:
-                handles.append(self._submit_when_room(request))
-            return [handle.result() for handle in handles]
-        finally:
-            for handle in handles:
-                handle.cancel()
-
-    def _submit_when_room(self, request: Request) -> RequestHandle:
-        while True:
-            try:
-                return self._worker.submit(request)
-            except QueueFullError:
-                room = threading.Event()
-                self._worker.when_room(room.set)
-                room.wait()
-
-    def _iterate(self, request: Request) -> Iterator[TokenDelta]:
-        handle = self._worker.submit(request, streaming=True)
-        try:
-            yield from handle
-        finally:
-            handle.cancel()
-
-    async def _arun_all(self, requests: Sequence[Request]) -> list[Completion]:
-        loop = asyncio.get_running_loop()
-        started: list[tuple[RequestHandle, asyncio.Future[None]]] = []
-        try:
-            for request in requests:
-                ended = loop.create_future()
-                handle = await self._asubmit_when_room(request, _at_end(loop, ended))
-                started.append((handle, ended))
-            for _, ended in started:
-                await ended
-            return [handle.result(0) for handle, _ in started]
-        finally:
-            for handle, _ in started:
-                handle.cancel()
-
-    async def _asubmit_when_room(self, request: Request, listener: Listener) -> RequestHandle:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                return self._worker.submit(request, listener=listener)
-            except QueueFullError:
-                room = loop.create_future()
-                self._worker.when_room(_on_loop(loop, partial(_resolve, room)))
-                await room
-
-    async def _aiterate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        loop = asyncio.get_running_loop()
-        deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
-
-        def listen(delta: TokenDelta | None) -> None:
-            loop.call_soon_threadsafe(deltas.put_nowait, delta)
-
-        handle = self._worker.submit(request, listener=listen)
-        try:
-            while (delta := await deltas.get()) is not None:
-                yield delta
-        finally:
-            handle.cancel()
-        handle.result(0)
 
 
 def is_single(prompts: Any) -> bool:
@@ -317,23 +367,3 @@ def merge(config: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
     if not overrides:
         return config
     return type(config).from_dict({**config.to_dict(), **overrides})
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> Callable[[], None]:
-    """`callback` as one that any thread may call."""
-    return lambda: cast(None, loop.call_soon_threadsafe(callback))
-
-
-def _at_end(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Listener:
-    """A listener that resolves `future` on its loop when the request ends."""
-
-    def listen(delta: TokenDelta | None) -> None:
-        if delta is None:
-            loop.call_soon_threadsafe(_resolve, future)
-
-    return listen

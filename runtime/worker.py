@@ -196,9 +196,9 @@ class Worker:
                 if self._engine.closed_by is not None:
                     break
                 self._update_room()
-        except Exception as error:  # our own mistake: nobody must wait for ever because of it
+        except BaseException as error:  # our own mistake: nobody must wait for ever for it
             logger.exception("the engine stopped")
-            reason = error
+            reason = _closed_error(error)
         self._shut(reason)
 
     def _apply_inbox(self) -> bool:
@@ -255,7 +255,7 @@ class Worker:
         _call_all(listeners)
 
 
-def _closed_error(cause: Exception) -> EngineClosedError:
+def _closed_error(cause: BaseException) -> EngineClosedError:
     if isinstance(cause, EngineClosedError):
         return EngineClosedError(str(cause))
     error = EngineClosedError(f"the runtime stopped after an error: {cause}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.backends.fake import FakeBackend
+from headrace.backends.fake import FakeBackend, scripted_logits
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import FinishReason, RowResult, SampledToken, StepPlan, StepResult
@@ -15,10 +15,14 @@ from headrace.runtime.text import TextStream
 EOS = 0
 LETTERS = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
 VOCAB = 64
+CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant "
 
 
 class LetterTokenizer:
     """Token i is the i-th of `LETTERS`; 0 ends a text and is not shown."""
+
+    bos_token, eos_token = "", ""
+    control_tokens: tuple[str, ...] = ()
 
     def encode_prompt(self, text: str) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
@@ -41,7 +45,17 @@ def make_engine(backend: FakeBackend | None = None, **options: object) -> Engine
 
 
 def make_runtime(backend: FakeBackend | None = None, **options: object) -> Runtime:
-    return Runtime(make_engine(backend, **options), LetterTokenizer())
+    return Runtime(make_engine(backend, **options), LetterTokenizer(), chat_template=CHAT)
+
+
+def speller(text: str) -> FakeBackend:
+    """A backend that answers every one-letter prompt with `text` and then ends it."""
+
+    def script(prefix: object) -> int:
+        position = len(prefix) - 1  # type: ignore[arg-type]
+        return LETTERS.index(text[position]) if position < len(text) else EOS
+
+    return FakeBackend(max_slots=4, logits=scripted_logits(VOCAB, script))
 
 
 def make_limits(**changes: object) -> Limits:

@@ -4,7 +4,16 @@ import math
 import random
 
 import pytest
-from engine_samples import EOS, LETTERS, VOCAB, Answers, make_engine, run_to_end, tokens_alone
+from engine_samples import (
+    EOS,
+    LETTERS,
+    VOCAB,
+    Answers,
+    make_engine,
+    run_to_end,
+    speller,
+    tokens_alone,
+)
 
 from headrace.backends.fake import FakeBackend, hashed_logits, scripted_logits
 from headrace.runtime.config import GenerationConfig
@@ -34,16 +43,6 @@ def run_one(engine: Engine, prompt: list[int], config: GenerationConfig) -> tupl
     engine.add(request)
     run_to_end(engine, answers)
     return answers, request
-
-
-def speller(text: str) -> FakeBackend:
-    """A backend that answers every one-letter prompt with `text` and then ends it."""
-
-    def script(prefix: object) -> int:
-        position = len(prefix) - 1  # type: ignore[arg-type]
-        return LETTERS.index(text[position]) if position < len(text) else EOS
-
-    return FakeBackend(max_slots=4, logits=scripted_logits(VOCAB, script))
 
 
 @BOTH

@@ -1,0 +1,78 @@
+"""From a package folder to a running `Runtime`: the one place where runtime and backends meet."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from headrace.backends.registry import choose_device, create_backend
+from headrace.runtime.api import Runtime
+from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.engine import Engine
+from headrace.runtime.errors import PackageError
+from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.manifest import Manifest, package_path, read_manifest
+from headrace.runtime.text import TextStream
+from headrace.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+
+def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
+    """See `Runtime.load`."""
+    manifest = read_manifest(folder)
+    device = choose_device(device, manifest)
+    tokenizer = Tokenizer.load(folder, manifest.tokenizer)
+    template = _chat_template(folder, manifest)
+    defaults = GenerationConfig.from_defaults(_generation_defaults(folder, manifest))
+
+    def make_text(request: GenerationConfig) -> TextStream:
+        return TextStream(tokenizer, request.stop, request.include_stop_str_in_output)
+
+    backend = create_backend(device, folder, manifest, config, probe_hardware())
+    try:
+        engine = Engine(backend, make_text, manifest.tokenizer.eos_token_ids, config)
+        runtime = Runtime(engine, tokenizer, default_config=defaults, chat_template=template)
+    except BaseException:
+        backend.close()
+        raise
+    caps = runtime.capabilities
+    logger.info(
+        "loaded %s on %s: %d slots, context %d, room for %d tokens of KV",
+        folder,
+        caps.name,
+        caps.max_slots,
+        caps.context_tokens,
+        caps.kv_budget_tokens,
+    )
+    return runtime
+
+
+def _chat_template(folder: Path, manifest: Manifest) -> str | None:
+    name = manifest.tokenizer.chat_template
+    return None if name is None else _read_text(package_path(folder, name))
+
+
+def _generation_defaults(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The model's generation_config.json; empty where the package has none."""
+    if all(info.path != GENERATION_CONFIG_FILE for info in manifest.files):
+        return {}
+    path = package_path(folder, GENERATION_CONFIG_FILE)
+    try:
+        values = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise PackageError(f"{path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise PackageError(f"{path} is not a JSON object")
+    return values
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise PackageError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,113 @@
+"""Ways to wait for requests: blocking, and on an event loop.
+
+All of them cancel what they started when they are left early, by an error or by being closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
+from typing import cast
+
+from headrace.runtime.completion import Completion, TokenDelta
+from headrace.runtime.engine import Request
+from headrace.runtime.errors import QueueFullError
+from headrace.runtime.worker import Listener, RequestHandle, Worker
+
+
+def run_all(worker: Worker, requests: Sequence[Request]) -> list[Completion]:
+    """Feed the queue as it takes them and wait for all; raises the first error in their order."""
+    handles: list[RequestHandle] = []
+    try:
+        for request in requests:
+            handles.append(_submit_when_room(worker, request))
+        return [handle.result() for handle in handles]
+    finally:
+        for handle in handles:
+            handle.cancel()
+
+
+def _submit_when_room(worker: Worker, request: Request) -> RequestHandle:
+    while True:
+        try:
+            return worker.submit(request)
+        except QueueFullError:
+            room = threading.Event()
+            worker.when_room(room.set)
+            room.wait()
+
+
+def iterate(worker: Worker, request: Request) -> Iterator[TokenDelta]:
+    """Submit at the first `next` and give the pieces as they come."""
+    handle = worker.submit(request, streaming=True)
+    try:
+        yield from handle
+    finally:
+        handle.cancel()
+
+
+async def arun_all(worker: Worker, requests: Sequence[Request]) -> list[Completion]:
+    """`run_all` on an event loop."""
+    loop = asyncio.get_running_loop()
+    started: list[tuple[RequestHandle, asyncio.Future[None]]] = []
+    try:
+        for request in requests:
+            ended = loop.create_future()
+            handle = await _asubmit_when_room(worker, request, _at_end(loop, ended))
+            started.append((handle, ended))
+        for _, ended in started:
+            await ended
+        return [handle.result(0) for handle, _ in started]
+    finally:
+        for handle, _ in started:
+            handle.cancel()
+
+
+async def _asubmit_when_room(worker: Worker, request: Request, listener: Listener) -> RequestHandle:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return worker.submit(request, listener=listener)
+        except QueueFullError:
+            room = loop.create_future()
+            worker.when_room(_on_loop(loop, partial(_resolve, room)))
+            await room
+
+
+async def aiterate(worker: Worker, request: Request) -> AsyncGenerator[TokenDelta, None]:
+    """`iterate` on an event loop."""
+    loop = asyncio.get_running_loop()
+    deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
+
+    def listen(delta: TokenDelta | None) -> None:
+        loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+    handle = worker.submit(request, listener=listen)
+    try:
+        while (delta := await deltas.get()) is not None:
+            yield delta
+    finally:
+        handle.cancel()
+    handle.result(0)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> Callable[[], None]:
+    """`callback` as one that any thread may call."""
+    return lambda: cast(None, loop.call_soon_threadsafe(callback))
+
+
+def _at_end(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Listener:
+    """A listener that resolves `future` on its loop when the request ends."""
+
+    def listen(delta: TokenDelta | None) -> None:
+        if delta is None:
+            loop.call_soon_threadsafe(_resolve, future)
+
+    return listen

@@ -79,6 +79,12 @@ def _rename(
     path: Path,
 ) -> dict[str, LazyTensor]:
     tensors = {}
+    counted = config["num_hidden_layers"]
+    present = len({block[0] for block in map(block_module, stored) if block})
+    if present != counted:  # a smaller count would silently drop layers
+        raise CheckpointError(
+            f"{path} is damaged: its metadata counts {counted} layers, it has tensors of {present}"
+        )
     for name, tensor in stored.items():
         block = block_module(name)
         module = block[1] if block else None

@@ -14,10 +14,12 @@ def read_object(path: Path) -> dict[str, object]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: missing, unreadable, not JSON, or not an object.
+        CheckpointError: missing, unreadable, not JSON, not an object, or with text that is no
+            Unicode (JSON can escape half of a surrogate pair, which no file can be written with).
     """
     try:
         value = json.loads(read_text(path))
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}; download it again") from None
     if not isinstance(value, dict):

@@ -37,8 +37,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         if path.is_dir():
             return open_folder(path)
-        with path.open("rb") as stream:
-            head = stream.read(HEAD_BYTES)
+        head = _first_bytes(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except OSError as error:
@@ -55,3 +54,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         f"{path} is not a checkpoint: neither GGUF nor safetensors; give a .gguf file or a folder "
         "with config.json and *.safetensors"
     )
+
+
+def _first_bytes(path: Path) -> bytes:
+    if path.exists() and not path.is_file():  # a pipe would keep us waiting
+        raise CheckpointError(f"{path} is neither a file nor a folder")
+    try:
+        with path.open("rb") as stream:
+            return stream.read(HEAD_BYTES)
+    except ValueError as error:  # a NUL, or text that no file system can hold
+        raise CheckpointError(f"{str(path)!r} is not a path: {error}") from None

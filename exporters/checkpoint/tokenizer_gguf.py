@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from headrace.exporters.checkpoint.gguf_config import GgufMetadata
 from headrace.exporters.checkpoint.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from headrace.exporters.checkpoint.spm_merges import merges_from_scores
+from headrace.exporters.checkpoint.tokenizers_errors import map_tokenizers_errors
 from headrace.exporters.checkpoint.values import MissingEntryError, TokenizerSource
 from headrace.runtime.errors import CheckpointError
 
@@ -208,12 +209,8 @@ def _bpe(
     merges: list[tuple[str, str]],
     **options: object,
 ) -> Tokenizer:
-    try:
+    with map_tokenizers_errors(f"{metadata.path}: vocabulary and merges do not fit together"):
         return Tokenizer(BPE(vocab=vocabulary.ids(), merges=merges, **options))
-    except Exception as error:  # tokenizers raises the base class
-        raise CheckpointError(
-            f"{metadata.path}: vocabulary and merges do not fit together: {error}"
-        ) from None
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from headrace.exporters.checkpoint.json_files import maybe_object, read_text
+from headrace.exporters.checkpoint.tokenizers_errors import map_tokenizers_errors
 from headrace.exporters.checkpoint.values import TokenizerSource
 from headrace.runtime.errors import CheckpointError
 
@@ -51,10 +52,8 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
             "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     text = read_text(path)
-    try:
+    with map_tokenizers_errors(f"{path} is not a valid tokenizer"):
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # tokenizers raises the base class
-        raise CheckpointError(f"{path} is not a valid tokenizer: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -62,13 +61,9 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 def _added_prefix(tokenizer: Tokenizer, folder: Path) -> int | None:
     """The token that the post-processor puts before a text, if it does."""
-    try:
+    with map_tokenizers_errors(f"{folder / _TOKENIZER_FILE} cannot encode {_PROBE!r}"):
         plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
         wrapped = tokenizer.encode(_PROBE).ids
-    except Exception as error:  # tokenizers raises the base class
-        raise CheckpointError(
-            f"{folder / _TOKENIZER_FILE} cannot encode {_PROBE!r}: {error}"
-        ) from None
     if wrapped == plain:
         return None
     if wrapped[1:] == plain:
@@ -101,6 +96,6 @@ def _chat_template(folder: Path, settings: dict[str, object]) -> str | None:
         return read_text(folder / _TEMPLATE_FILE)
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     return template if isinstance(template, str) else None

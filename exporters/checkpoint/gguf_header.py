@@ -32,6 +32,7 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 _MAX_DIMENSIONS = 4  # of any ggml tensor
 _MAX_ARRAY_DEPTH = 4
+_MAX_ITEMS = 1 << 24  # of an array; the largest vocabularies have some 2^18 tokens
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -200,9 +201,12 @@ class _Parser:
             raise self._error(f"is damaged: {where} is not UTF-8 text") from None
 
     def _count(self, layout: str, min_item_bytes: int, where: str) -> int:
-        """A count, refused where the rest of the file could not hold that many items."""
+        """A count, refused where the rest of the file could not hold that many items.
+
+        Refused above a limit too: zeros read as empty texts, and a large file is full of them.
+        """
         count = self._number(layout, where)
-        if count > (self._size - self._at) // min_item_bytes:
+        if count > min(_MAX_ITEMS, (self._size - self._at) // min_item_bytes):
             raise self._error(f"is truncated or damaged: it claims {count} items of {where}")
         return count
 

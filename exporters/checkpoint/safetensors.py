@@ -133,7 +133,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{path} has no 'weight_map'; download it again")
     shard_of: dict[str, Path] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file or "\0" in file:
+        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\:\0"):
             raise CheckpointError(f"{path} names {file!r}, which is not a file in its folder")
         if file.endswith(PICKLE_SUFFIXES):
             raise pickle_refusal(folder / file)

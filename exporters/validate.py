@@ -54,6 +54,12 @@ class GraphRunner:
 
     def run(self, token_ids: list[int], *, last_only: bool = False) -> Float:
         """Append tokens; logits float32 [len(token_ids), vocab], or [1, vocab] of the last."""
+        return self.run_with_entropy(token_ids, last_only=last_only)[0]
+
+    def run_with_entropy(
+        self, token_ids: list[int], *, last_only: bool = False
+    ) -> tuple[Float, Float]:
+        """As `run`, with the entropy of each row in nats."""
         n = len(token_ids)
         span = np.arange(n, dtype=np.int64)
         feeds: dict[str, NDArray[Any]] = {
@@ -73,8 +79,7 @@ class GraphRunner:
         for name in self._cache:
             self._cache[name] = results[name.replace("past_", "present_", 1)]
         self._past += n
-        logits: Float = results[io.LOGITS]
-        return logits
+        return results[io.LOGITS], results[io.ENTROPY]
 
     def cache(self) -> tuple[Float, Float]:
         """Keys and values so far, [layers, kv_heads, tokens, head_dim] each."""

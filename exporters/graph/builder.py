@@ -13,8 +13,8 @@ from headrace.exporters.graph.weights import WeightStore
 
 MICROSOFT = "com.microsoft"
 HEADRACE = "headrace"
-OPSET = 21  # newest that every onnxruntime >= 1.21 loads; nothing later is needed
-IR_VERSION = 10
+OPSET = 23  # first with RMSNormalization
+IR_VERSION = 11
 
 Attributes = Mapping[str, int | float | str | Sequence[int]]
 

@@ -248,7 +248,7 @@ class _Decoder:
 
     def _first_norm(self, x: ir.Value, name: str) -> ir.Value:
         attributes = {"epsilon": self.spec.rms_eps, "axis": -1, "stash_type": 1}
-        return self.g.op("SimplifiedLayerNormalization", x, self._gain(name), attributes=attributes)
+        return self.g.op("RMSNormalization", x, self._gain(name), attributes=attributes)
 
     def _skip_norm(self, x: ir.Value, residual: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
         """RMSNorm(x + residual) and x + residual."""

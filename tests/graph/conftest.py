@@ -1,0 +1,52 @@
+"""Graphs of a tiny random checkpoint, built once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny_llama
+
+from headrace.exporters.package import export_package
+
+PackageMaker = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make(**options)` of `tiny.write_tiny_llama`, remembered by its options."""
+    made: dict[str, Path] = {}
+
+    def make(**options: object) -> Path:
+        key = repr(sorted(options.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+            made[key] = write_tiny_llama(folder, **options)  # type: ignore[arg-type]
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_package(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+) -> PackageMaker:
+    """`make(precision, kv_cache, forms=..., **checkpoint options)`, remembered by its options."""
+    made: dict[str, Path] = {}
+
+    def make(
+        precision: str,
+        kv_cache: str = "fp32",
+        forms: tuple[str, ...] = ("ragged", "uniform", "tree"),
+        **options: object,
+    ) -> Path:
+        key = repr((precision, kv_cache, forms, sorted(options.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("package") / "tiny"
+            source = tiny_checkpoint(**options)
+            export_package(source, folder, precision=precision, kv_cache=kv_cache, forms=forms)
+            made[key] = folder
+        return made[key]
+
+    return make

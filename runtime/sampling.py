@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.core import TokenAlternative
 from headrace.runtime.errors import BackendError, RequestError
+from headrace.runtime.penalties import Penalties, has_penalty
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy (as in vLLM)
 
@@ -42,7 +43,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _BLOCK = 256  # tokens a block of the untruncated draw
 _COLUMNS = 64  # tokens a block maximum stands for
-_SAFE_EXPONENT = 40.0  # exp of this times a vocabulary is far from overflow in float32
+_SAFE_SUMS = (1e-15, 1e25)  # between these, float32 holds a block's weights with room to spare
 _SORT_KEYS_FROM = 256  # candidates from which building sort keys costs less than it saves
 
 
@@ -130,10 +131,12 @@ class Sampler:
         self._late_ids = np.array(sorted(stops | eos), np.int64)
         self._bias_ids = np.array(list(config.logit_bias.keys()), np.int64)
         self._bias = np.array(list(config.logit_bias.values()), np.float64)
-        self._penalties = _Penalties(config, prompt) if _has_penalty(config) else None
+        self._penalties = Penalties(config, prompt) if has_penalty(config) else None
         self._inv_temperature = (
             1.0 / config.temperature if config.temperature >= GREEDY_BELOW else None
         )
+        self._top_k = config.top_k if config.top_k < scratch.vocab_size else 0
+        self._weighs_all = self._top_k == 0 and (config.top_p < 1.0 or config.min_p == 0.0)
 
     def accept(self, token_id: int) -> None:
         """Append a token to the answer."""
@@ -176,20 +179,40 @@ class Sampler:
 
     def _draw(self, logits: Logits, position: int) -> int:
         self._adjust(logits)
-        best = int(logits.argmax())  # of the first NaN, if there is one
-        peak = float(logits[best])
-        if not math.isfinite(peak):
-            raise self._no_peak(peak)
         if self._inv_temperature is None:
-            return best
-        return _draw_truncated(
-            logits,
-            peak,
-            self._inv_temperature,
-            self.config,
-            uniform(self.seed, position),
-            self._scratch,
-        )
+            return self._best(logits)
+        u = uniform(self.seed, position)
+        if self._weighs_all:
+            return self._draw_weighing_all(logits, self._inv_temperature, u)
+        config, peak = self.config, float(logits[self._best(logits)])
+        if self._top_k:
+            ids = _descending(logits, _largest(logits, self._top_k))[: self._top_k]
+        else:
+            bound = peak + math.log(config.min_p) / self._inv_temperature
+            margin = 1e-6 * (abs(peak) + abs(bound))  # the exact test follows, in float64
+            ids = _descending(logits, _at_least(logits, bound - margin, self._scratch))
+        return _draw_candidate(logits, ids, 0.0, self._inv_temperature, config, u)
+
+    def _draw_weighing_all(self, logits: Logits, inv_temperature: float, u: float) -> int:
+        """For top_p alone or no truncation, which need the weight of the whole vocabulary."""
+        shift = 0.0  # nearly always good enough, and saves the search for the largest logit
+        sums = _weigh(logits, shift, inv_temperature, self._scratch)
+        if not _SAFE_SUMS[0] < float(sums.max()) < _SAFE_SUMS[1]:  # NaN is not, either
+            shift = float(logits[self._best(logits)])
+            sums = _weigh(logits, shift, inv_temperature, self._scratch)
+        if self.config.top_p == 1.0:
+            return _draw_by_id(sums, u, self._scratch)
+        ids, rest = _nucleus_candidates(sums, self.config.top_p, self._scratch)
+        ids = _descending(logits, ids)
+        rest *= math.exp((shift - float(logits[ids[0]])) * inv_temperature)
+        return _draw_candidate(logits, ids, rest, inv_temperature, self.config, u)
+
+    def _best(self, logits: Logits) -> int:
+        """The first of the largest logits; raises where it is not a finite number."""
+        best = int(logits.argmax())  # the first NaN, if there is one
+        if not math.isfinite(logits[best]):
+            raise self._no_peak(float(logits[best]))
+        return best
 
     def _adjust(self, logits: Logits) -> None:
         if self._penalties is not None:
@@ -209,71 +232,32 @@ class Sampler:
         return BackendError("the model gave every token a probability of zero")
 
 
-def _has_penalty(config: GenerationConfig) -> bool:
-    penalties = (config.presence_penalty, config.frequency_penalty)
-    return config.repetition_penalty != 1.0 or any(penalties)
-
-
-class _Penalties:
-    """Tokens seen so far with their counts in the answer, in arrays that grow by doubling."""
-
-    def __init__(self, config: GenerationConfig, prompt: Sequence[int]) -> None:
-        self._repetition = config.repetition_penalty
-        self._presence = config.presence_penalty
-        self._frequency = config.frequency_penalty
-        seen = sorted(set(prompt)) if self._repetition != 1.0 else []
-        self._index = {token: i for i, token in enumerate(seen)}
-        self._ids = np.zeros(max(64, 2 * len(seen)), np.int64)
-        self._ids[: len(seen)] = seen
-        self._counts = np.zeros(self._ids.size, np.float64)
-
-    def add(self, token_id: int) -> None:
-        index = self._index.setdefault(token_id, len(self._index))
-        if index == self._ids.size:
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[index] = token_id
-        self._counts[index] += 1
-
-    def apply(self, logits: Logits) -> None:
-        size = len(self._index)
-        ids, counts = self._ids[:size], self._counts[:size]
-        values = logits[ids].astype(np.float64)
-        if self._repetition != 1.0:
-            values = np.where(values > 0, values / self._repetition, values * self._repetition)
-        if self._presence or self._frequency:
-            values -= self._frequency * counts + self._presence * (counts > 0)
-        logits[ids] = values
-
-
-def _draw_truncated(
+def _draw_candidate(
     logits: Logits,
-    peak: float,
+    ids: Ids,
+    rest: float,
     inv_temperature: float,
     config: GenerationConfig,
     u: float,
-    scratch: Scratch,
 ) -> int:
-    """Steps 3 and 4 of the definition. `peak` is the largest of `logits`, `u` in [0, 1)."""
-    rest = 0.0  # weight of the tokens that are no candidates, where top_p has to know it
-    if 0 < config.top_k < logits.size:
-        ids = _descending(logits, _largest(logits, config.top_k))[: config.top_k]
-    elif config.top_p < 1.0:
-        ids, rest = _nucleus_candidates(logits, peak, inv_temperature, config.top_p, scratch)
-        ids = _descending(logits, ids)
-    elif config.min_p > 0.0:
-        bound = peak + math.log(config.min_p) / inv_temperature
-        margin = 1e-6 * (abs(peak) + abs(bound))  # the exact test is below, in float64
-        ids = _descending(logits, _at_least(logits, bound - margin, scratch))
-    else:
-        return _draw_by_id(logits, peak, inv_temperature, u, scratch)
-    weights = np.exp((logits[ids].astype(np.float64) - peak) * inv_temperature)
+    """Cut candidates by top_p and min_p, and draw from what is kept.
+
+    Args:
+        ids: in the order of the draw; those that other bounds drop are gone.
+        rest: weight of the tokens that are no candidates but count for top_p; the first of `ids`
+            weighs 1.
+        u: in [0, 1).
+    """
+    weights = logits[ids].astype(np.float64)
+    weights -= weights[0]
+    weights *= inv_temperature
+    np.exp(weights, out=weights)
     cumulative = weights.cumsum()
     kept = ids.size
     if config.top_p < 1.0:
         needed = config.top_p * (float(cumulative[-1]) + rest)
         kept = min(kept, int(cumulative.searchsorted(needed)) + 1)
-    if config.min_p > 0.0:  # the largest weight is 1
+    if config.min_p > 0.0:
         kept = min(kept, max(1, int((-weights).searchsorted(-config.min_p, side="right"))))
     target = _within(u, float(cumulative[kept - 1]))
     return int(ids[int(cumulative.searchsorted(target, side="right"))])
@@ -285,32 +269,26 @@ def _within(u: float, total: float) -> float:
 
 
 def _nucleus_candidates(
-    logits: Logits, peak: float, inv_temperature: float, top_p: float, scratch: Scratch
+    sums: NDArray[np.float32], top_p: float, scratch: Scratch
 ) -> tuple[Ids, float]:
-    """Tokens that include the nucleus, and the weight, relative to the peak's, of the others.
+    """Tokens that include the nucleus, and the weight of the others in scratch.weights.
 
     All tokens at or above some probability are a prefix of the descending order, and once their
     weights come to `top_p` of the total, the nucleus is among them. The last bound needs no such
     check: tokens below (1 - top_p) / V together have less than the 1 - top_p that may be left out.
     """
-    shift = 0.0 if abs(peak) * inv_temperature <= _SAFE_EXPONENT else peak
-    weights = _exp_scaled(logits, shift, inv_temperature, scratch)
-    total = float(_block_sums(scratch).sum(dtype=np.float64))
-    unit = math.exp((peak - shift) * inv_temperature)
-    for divisor in (512, 16 * 512, 2 * max(logits.size, 16 * 512)):
+    weights, total = scratch.weights, float(sums.sum(dtype=np.float64))
+    for divisor in (512, 16 * 512, 2 * max(weights.size, 16 * 512)):
         ids = _at_least(weights, total * (1.0 - top_p) / divisor, scratch)
         inside = float(weights[ids].sum(dtype=np.float64))
         if inside >= (top_p + 1e-5 * (1.0 - top_p)) * total:
             break
-    return ids, max(0.0, total - inside) / unit
+    return ids, max(0.0, total - inside)
 
 
-def _draw_by_id(
-    logits: Logits, peak: float, inv_temperature: float, u: float, scratch: Scratch
-) -> int:
+def _draw_by_id(sums: NDArray[np.float32], u: float, scratch: Scratch) -> int:
     """Inverse CDF over the whole vocabulary in order of id: first the block, then the token."""
-    _exp_scaled(logits, peak, inv_temperature, scratch)
-    ends = _block_sums(scratch).cumsum(dtype=np.float64)
+    ends = sums.cumsum(dtype=np.float64)
     target = _within(u, float(ends[-1]))
     block = int(ends.searchsorted(target, side="right"))
     inside = scratch.blocks[block].cumsum(dtype=np.float64)
@@ -320,8 +298,13 @@ def _draw_by_id(
     return block * _BLOCK + int(inside.searchsorted(target, side="right"))
 
 
-def _exp_scaled(logits: Logits, shift: float, inv_temperature: float, scratch: Scratch) -> Logits:
-    """exp((logits - shift) * inv_temperature) in scratch.weights; float32, relative error 2e-6."""
+def _weigh(
+    logits: Logits, shift: float, inv_temperature: float, scratch: Scratch
+) -> NDArray[np.float32]:
+    """Put exp((logits - shift) * inv_temperature) into scratch.weights; returns sums by block.
+
+    In float32, with a relative error of up to 2e-6 at exponents of 40.
+    """
     out, factor = scratch.weights, np.float32(inv_temperature * scratch.exponent_unit)
     if shift:
         np.subtract(logits, np.float32(shift), out=out)
@@ -329,10 +312,6 @@ def _exp_scaled(logits: Logits, shift: float, inv_temperature: float, scratch: S
     else:
         np.multiply(logits, factor, out=out)
     scratch.exp(out, out=out)
-    return out
-
-
-def _block_sums(scratch: Scratch) -> NDArray[np.float32]:
     sums: NDArray[np.float32] = np.einsum("ij->i", scratch.blocks)  # 4x faster than sum(axis=1)
     return sums
 
@@ -342,8 +321,7 @@ def _log_normalizer(logits: Logits, scratch: Scratch) -> float:
     peak = float(logits.max())
     if not math.isfinite(peak):
         return peak  # `_draw` will say what is wrong
-    _exp_scaled(logits, peak, 1.0, scratch)
-    return peak + math.log(_block_sums(scratch).sum(dtype=np.float64))
+    return peak + math.log(_weigh(logits, peak, 1.0, scratch).sum(dtype=np.float64))
 
 
 def _alternatives(logits: Logits, nats: float, count: int) -> tuple[TokenAlternative, ...]:

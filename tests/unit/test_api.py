@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 from engine_samples import LETTERS, VOCAB, make_engine, make_runtime, speller
 
@@ -73,7 +74,10 @@ def test_token_ids_are_prompts_too() -> None:
         ids = [LETTERS.index(c) for c in "abc"]
         expected = runtime.generate("abc", max_new_tokens=5)
         assert runtime.generate(ids, max_new_tokens=5) == expected
-        assert runtime.generate([ids, ids], max_new_tokens=5) == [expected, expected]
+        for single in (tuple(ids), np.array(ids), (i for i in ids)):
+            assert runtime.generate(single, max_new_tokens=5) == expected  # type: ignore
+        for several in ([ids, ids], np.array([ids, ids]), (t for t in ("abc", "abc"))):
+            assert runtime.generate(several, max_new_tokens=5) == [expected, expected]  # type: ignore
 
 
 def test_streamed_pieces_make_the_whole() -> None:
@@ -136,6 +140,7 @@ def test_chat_needs_a_template_that_compiles() -> None:
         (b"abc", RequestError, "not bytes"),
         (3, RequestError, "not int"),
         (None, RequestError, "not NoneType"),
+        ({"prompt": "a"}, RequestError, "not dict"),
         ([1, "a"], RequestError, "a list of token ids"),
     ],
 )
@@ -225,6 +230,15 @@ def test_no_queue_at_all() -> None:
         handle.cancel()
         handle.result(20)
         assert len(runtime.generate(["a"] * 4, max_new_tokens=2)) == 4
+
+
+def test_the_end_of_a_request_makes_room_for_the_next() -> None:
+    with make_runtime(FakeBackend(max_slots=1), max_waiting=0) as runtime:
+        for i in range(200):
+            handle = runtime.submit("a", max_new_tokens=1 + i % 3)
+            if i % 4 == 3:
+                handle.cancel()
+            handle.result(20)
 
 
 def test_close_while_busy_fails_what_is_not_done() -> None:

@@ -1,0 +1,148 @@
+"""Who may import whom: the table of docs/architecture.md, made executable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from sources import INSTALLED, Source, imports, sources, within
+
+STDLIB = tuple(sys.stdlib_module_names)
+LEAVES = ("core", "errors", "config", "manifest", "hardware", "cgroups", "topology", "isa_probe")
+
+# Module prefix -> what of headrace it may import. The longest prefix that fits decides.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "runtime": ("runtime", "backends.base"),
+    "runtime.core": (),
+    "runtime.errors": (),
+    **{f"runtime.{leaf}": tuple(f"runtime.{name}" for name in LEAVES) for leaf in LEAVES[2:]},
+    "runtime.scheduler": ("runtime.core", "runtime.errors", "runtime.batching", "runtime.slots"),
+    "runtime.batching": ("runtime.core", "runtime.errors"),
+    "runtime.slots": ("runtime.core", "runtime.errors"),
+    "runtime.factory": ("runtime", "backends"),
+    "runtime.doctor": ("runtime", "backends"),
+    "runtime.bench": ("runtime", "backends"),
+    "backends": ("backends", *(f"runtime.{leaf}" for leaf in LEAVES)),
+    "backends.base": tuple(f"runtime.{leaf}" for leaf in LEAVES),
+    "exporters": ("exporters", "runtime.manifest", "runtime.errors"),
+    # Calibrating on conversations needs the model's own rendering of them.
+    "exporters.calibrate": ("exporters", "runtime.manifest", "runtime.errors", "runtime.chat"),
+}
+
+# Foreign package -> where it may be imported. A package that is not here may be imported nowhere.
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "numpy": (
+        "runtime.engine",
+        "runtime.sampling",
+        "runtime.sampling_reference",
+        "runtime.penalties",
+        "runtime.bench",
+        "backends",
+        "exporters",
+    ),
+    "onnxruntime": ("backends", "exporters.validate", "exporters.calibrate"),
+    "tokenizers": ("runtime.tokenizer", "exporters"),
+    "jinja2": ("runtime.chat", "runtime.template_sandbox", "runtime.template_limits"),
+    "cpuinfo": ("runtime.topology",),
+    "psutil": ("runtime.hardware", "runtime.doctor", "runtime.bench", "backends"),
+    "onnx": ("exporters",),
+    "onnx_ir": ("exporters",),
+    "gguf": ("exporters.checkpoint",),
+    "safetensors": ("exporters.checkpoint",),
+    "ml_dtypes": ("exporters",),
+    "rich": ("exporters.cli",),
+}
+
+
+def allowed_headrace(module: str) -> tuple[str, ...]:
+    """The rule that decides for this module."""
+    prefix = max((p for p in ALLOWED if within(module, (p,))), key=len)
+    return ALLOWED[prefix]
+
+
+def import_problem(module: str, imported: str) -> str | None:
+    """What is wrong with one import; None if nothing is."""
+    if imported.startswith("."):
+        return f"relative import {imported}; write the full name"
+    if imported == "__future__" or within(imported, STDLIB):
+        return None
+    if within(imported, ("headrace",)):
+        target = imported.removeprefix("headrace.")
+        own_package = target.startswith(f"{module}.")
+        if own_package or within(target, allowed_headrace(module)) or module == target:
+            return None
+        return f"{module} may not import {target}"
+    package = imported.split(".")[0]
+    if package not in FOREIGN:
+        return f"{package} is no package that headrace may use"
+    return None if within(module, FOREIGN[package]) else f"{module} may not import {package}"
+
+
+@pytest.mark.parametrize("source", sources(*INSTALLED), ids=lambda source: source.module)
+def test_module_imports_only_what_its_place_allows(source: Source) -> None:
+    problems = [
+        f"{source.name}:{line}: {problem}"
+        for line, name in imports(source.tree)
+        if (problem := import_problem(source.module, name))
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("runtime.scheduler", "numpy"),
+        ("runtime.scheduler", "headrace.runtime.engine.Engine"),
+        ("runtime.core", "headrace.runtime.errors.ConfigError"),
+        ("runtime.engine", "headrace.backends.registry.create_backend"),
+        ("runtime.engine", "headrace.exporters.package.export_package"),
+        ("runtime.engine", "onnxruntime"),
+        ("backends.base", "headrace.backends.fake.FakeBackend"),
+        ("backends.cpu_avx512.backend", "headrace.runtime.engine.Engine"),
+        ("exporters.package", "headrace.runtime.api.Runtime"),
+        ("exporters.package", "torch"),
+        ("runtime.api", ".engine"),
+        ("runtime.cli", "rich.console"),
+    ],
+)
+def test_the_rules_refuse(module: str, imported: str) -> None:
+    assert import_problem(module, imported)
+
+
+def test_exceptions_to_the_rules_are_used() -> None:
+    """A rule for a module that is gone, or a permission nobody uses, is removed."""
+    modules = {source.module for source in sources(*INSTALLED)}
+    stale = [p for p in ALLOWED if not any(within(m, (p,)) for m in modules)]
+    assert not stale
+    used = {
+        (name.split(".")[0], source.module)
+        for source in sources(*INSTALLED)
+        for _, name in imports(source.tree)
+    }
+    idle = [
+        (package, place)
+        for package, places in FOREIGN.items()
+        for place in places
+        if not any(p == package and within(m, (place,)) for p, m in used)
+    ]
+    assert not idle
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("core", ("numpy", "onnxruntime", "tokenizers", "jinja2", "psutil")),
+        ("errors", ("numpy", "onnxruntime", "tokenizers")),
+        ("scheduler", ("numpy", "onnxruntime", "tokenizers")),
+        ("batching", ("numpy", "onnxruntime", "tokenizers")),
+        ("slots", ("numpy", "onnxruntime", "tokenizers")),
+        ("cli", ("numpy", "onnxruntime", "tokenizers", "jinja2")),
+    ],
+)
+def test_importing_it_does_not_load(module: str, absent: tuple[str, ...]) -> None:
+    code = (
+        f"import sys, headrace.runtime.{module}; print([m for m in {absent!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

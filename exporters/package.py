@@ -163,18 +163,19 @@ class _Export:
         name = self.precision.target
         folder = self.folder / name
         folder.mkdir()
-        total = 6 * self.spec.num_layers + 3  # embedding, final norm, head or what goes before it
-        stage, written = "writing weights", 0
-
-        def on_weight(_: str) -> None:
-            nonlocal written
-            written += 1
-            self.progress(stage, written, total)
-
         graphs = []
-        with WeightStore(folder, _WEIGHTS_FILE, on_weight) as store:
-            for form in self.forms:
-                model = build_decoder(parts, store, form)
+        total = len(self.forms) * self.spec.num_layers
+        with WeightStore(folder, _WEIGHTS_FILE) as store:
+            for i, form in enumerate(self.forms):
+                before = i * self.spec.num_layers
+                model = build_decoder(
+                    parts,
+                    store,
+                    form,
+                    lambda layers, before=before: self.progress(  # type: ignore[misc]
+                        "writing layers", before + layers, total
+                    ),
+                )
                 ir.save(model, folder / f"{form}.onnx")
                 graphs.append(_graph_info(model, form, f"{name}/{form}.onnx"))
             described, size = store.described(), store.size_bytes

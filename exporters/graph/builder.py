@@ -31,6 +31,8 @@ class GraphBuilder:
         self._initializers: dict[str, ir.Value] = {}
         self._functions: dict[str, ir.Function] = {}
         self._scope: list[str] = []
+        self._row_set = 0
+        self._made: dict[tuple[int, str], ir.Value] = {}
         self._used: dict[str, int] = {}
 
     @contextmanager
@@ -82,6 +84,17 @@ class GraphBuilder:
         """A call of a model-local function, which becomes part of the model."""
         self._functions.setdefault(function.name, function)
         return self.op(function.name, *inputs, domain=function.domain)
+
+    def next_row_set(self) -> None:
+        """From here on values have other rows than before."""
+        self._row_set += 1
+
+    def once_per_row_set(self, key: str, make: Callable[[], ir.Value]) -> ir.Value:
+        """A value that depends only on how many rows there are, made where first asked for."""
+        place = (self._row_set, key)
+        if place not in self._made:
+            self._made[place] = make()
+        return self._made[place]
 
     def model(self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], name: str) -> ir.Model:
         opsets = {"": OPSET, MICROSOFT: 1}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
-from headrace.exporters.graph.linear import LinearFormat, Weight
+from headrace.exporters.graph.linear import Bias, LinearFormat, MlpWeights, Weight, add_bias
 from headrace.exporters.graph.rope import rope_tables
 from headrace.exporters.graph.weights import WeightStore
 from headrace.runtime import manifest as io
@@ -81,10 +81,15 @@ class _StepInputs:
         return [*named, *(value for value in optional if value is not None)]
 
 
-def build_decoder(parts: DecoderParts, store: WeightStore, form: str) -> ir.Model:
+def build_decoder(
+    parts: DecoderParts,
+    store: WeightStore,
+    form: str,
+    on_layer: Callable[[int], None] = lambda layers_done: None,
+) -> ir.Model:
     """Build one form; weights go to `store` unless an earlier form put them there."""
     assert form in FORMS
-    return _Decoder(parts, GraphBuilder(store), _step_inputs(form)).build(form)
+    return _Decoder(parts, GraphBuilder(store), _step_inputs(form)).build(form, on_layer)
 
 
 def _step_inputs(form: str) -> _StepInputs:
@@ -116,7 +121,7 @@ class _Decoder:
         self.cos = g.weight("rope.cos", lambda: rope_tables(self.spec, positions)[0])
         self.sin = g.weight("rope.sin", lambda: rope_tables(self.spec, positions)[1])
 
-    def build(self, form: str) -> ir.Model:
+    def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step
         ids = graph_input(io.INPUT_IDS, ir.DataType.INT64, ["N"])
         with g.scope("embed"):
@@ -126,6 +131,7 @@ class _Decoder:
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
                 normed, residual = self._layer(layer, normed, residual)
+            on_layer(layer + 1)
         logits, entropy = self._head(normed)
         float32 = ir.DataType.FLOAT
         outputs = [
@@ -149,6 +155,7 @@ class _Decoder:
                 # Only rows whose logits are wanted go on from here.
                 attended = g.op("Gather", attended, self.step.logits_index)
                 residual = g.op("Gather", residual, self.step.logits_index)
+                g.next_row_set()
             output = self._linear(attended, names.output.format(layer), bias=spec.attention_bias)
         with g.scope("mlp"):
             normed, residual = self._skip_norm(output, residual, names.mlp_norm.format(layer))
@@ -204,13 +211,18 @@ class _Decoder:
         return g.op("Gather", flat, step.scatter)
 
     def _mlp(self, layer: int, normed: ir.Value) -> ir.Value:
-        spec, g, names = self.spec, self.g, self.spec.layer
-        stacked = [n.format(layer) for n in (names.gate, names.up)]
-        both = self._linear(normed, *stacked, bias=spec.mlp_bias)
-        gate, up = g.ops("Split", both, outputs=2, attributes={"axis": 1, "num_outputs": 2})
-        # QuickGelu with alpha 1 is SiLU, and has a CPU kernel where SwiGLU has none.
-        silu = g.op("QuickGelu", gate, domain=MICROSOFT, attributes={"alpha": 1.0})
-        return self._linear(g.op("Mul", silu, up), names.down.format(layer), bias=spec.mlp_bias)
+        names, weight = self.spec.layer, self.parts.weight
+        gate, up, down = (n.format(layer) for n in (names.gate, names.up, names.down))
+        bias = self._bias if self.spec.mlp_bias else lambda *_: None
+        weights = MlpWeights(
+            gate=weight(gate),
+            up=weight(up),
+            gate_up=weight(gate, up),
+            down=weight(down),
+            gate_up_bias=bias(gate, up),
+            down_bias=bias(down),
+        )
+        return self.parts.layer_format.gated_mlp(self.g, normed, weights)
 
     def _head(self, hidden: ir.Value) -> tuple[ir.Value, ir.Value]:
         """float32 [R, hidden] -> logits [R, vocab], entropy in nats [R].
@@ -233,17 +245,13 @@ class _Decoder:
             return logits, g.op("Neg", total)
 
     def _linear(self, x: ir.Value, *names: str, bias: bool) -> ir.Value:
-        g = self.g
-        y = self.parts.layer_format.linear(g, x, self.parts.weight(*names))
-        if not bias:
-            return y
+        y = self.parts.layer_format.linear(self.g, x, self.parts.weight(*names))
+        return add_bias(self.g, y, self._bias(*names) if bias else None)
+
+    def _bias(self, *names: str) -> Bias:
         stacked = [f"{name}.bias" for name in names]
-        return g.op(
-            "Add",
-            y,
-            g.weight(
-                "+".join(stacked), lambda: np.concatenate([self.parts.vector(n) for n in stacked])
-            ),
+        return Bias(
+            "+".join(stacked), lambda: np.concatenate([self.parts.vector(n) for n in stacked])
         )
 
     def _first_norm(self, x: ir.Value, name: str) -> ir.Value:

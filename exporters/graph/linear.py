@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder
-from headrace.exporters.graph.functions import row_quant_matmul
+from headrace.exporters.graph.functions import row_quant_gated_mlp, row_quant_matmul
 from headrace.exporters.quant.formats import (
     Blocks,
     Float,
@@ -43,6 +43,26 @@ class Weight:
     blocks: Callable[[], Blocks | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """A vector [out] to be stored under `name`."""
+
+    name: str
+    load: Callable[[], Float]
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """Of one gated MLP; a format takes gate and up apart or as `gate_up`."""
+
+    gate: Weight
+    up: Weight
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: Bias | None
+    down_bias: Bias | None
+
+
 class LinearFormat(Protocol):
     """How a weight is stored and multiplied. `name` goes into the manifest."""
 
@@ -60,6 +80,23 @@ class LinearFormat(Protocol):
     def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         """`linear` with a weight that `embed` stores already."""
         ...
+
+    def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
+        """down(silu(gate(x)) * up(x)), float32 [N, hidden] -> [N, hidden]."""
+        ...
+
+
+def stacked_mlp(fmt: LinearFormat, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
+    """The gated MLP with gate and up as one product."""
+    both = add_bias(g, fmt.linear(g, x, weights.gate_up), weights.gate_up_bias)
+    gate, up = g.ops("Split", both, outputs=2, attributes={"axis": 1, "num_outputs": 2})
+    # QuickGelu with alpha 1 is SiLU, and has a CPU kernel where SwiGLU has none.
+    silu = g.op("QuickGelu", gate, domain=MICROSOFT, attributes={"alpha": 1.0})
+    return add_bias(g, fmt.linear(g, g.op("Mul", silu, up), weights.down), weights.down_bias)
+
+
+def add_bias(g: GraphBuilder, y: ir.Value, bias: Bias | None) -> ir.Value:
+    return y if bias is None else g.op("Add", y, g.weight(bias.name, bias.load))
 
 
 class Float32:
@@ -82,6 +119,9 @@ class Float32:
         stored = g.weight(weight.name, weight.load)
         return g.op("Gemm", x, stored, attributes={"transB": 1})
 
+    def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
+        return stacked_mlp(self, g, x, weights)
+
 
 class RowInt8Format:
     """INT8 weights, one scale an output channel; activations INT8, one scale a row."""
@@ -89,13 +129,7 @@ class RowInt8Format:
     name = "w8a8_row"
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
-        g.store.describe(weight.name, weight.shape, self.name)
-        quantized = cache(lambda: quantize_row_int8(weight.load()))
-        codes = g.weight(
-            f"{weight.name}.codes_t", lambda: np.ascontiguousarray(quantized().codes.T)
-        )
-        scales = g.weight(f"{weight.name}.scales", lambda: quantized().scales)
-        return g.call(row_quant_matmul(), x, codes, scales)
+        return g.call(row_quant_matmul(), x, *self._columns(g, weight), _middle(g, x))
 
     def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
         codes, scales = self._rows(g, weight)
@@ -106,13 +140,45 @@ class RowInt8Format:
     def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         # The transposition is folded when the session is made; the file holds the codes once.
         codes, scales = self._rows(g, weight)
-        return g.call(row_quant_matmul(), x, g.op("Transpose", codes), scales)
+        return g.call(row_quant_matmul(), x, g.op("Transpose", codes), scales, _middle(g, x))
+
+    def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
+        if weights.gate_up_bias is not None or weights.down_bias is not None:
+            return stacked_mlp(self, g, x, weights)
+        stored = [
+            value
+            for weight in (weights.gate, weights.up, weights.down)
+            for value in self._columns(g, weight)
+        ]
+        return g.call(row_quant_gated_mlp(), x, *stored, _middle(g, x))
+
+    def _columns(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
+        """Codes [in, out], as the product wants them, and scales."""
+        g.store.describe(weight.name, weight.shape, self.name)
+        quantized = cache(lambda: quantize_row_int8(weight.load()))
+        codes = g.weight(
+            f"{weight.name}.codes_t", lambda: np.ascontiguousarray(quantized().codes.T)
+        )
+        return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
 
     def _rows(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
+        """Codes [out, in], as a lookup wants them, and scales."""
         g.store.describe(weight.name, weight.shape, self.name)
         quantized = cache(lambda: quantize_row_int8(weight.load()))
         codes = g.weight(f"{weight.name}.codes", lambda: quantized().codes)
         return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
+
+
+def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:
+    """Zero points of the rows of x, uint8 [N, 1]: one tensor for all products of those rows."""
+
+    def make() -> ir.Value:
+        ends = [g.constant(f"end_{n}", _ints(n)) for n in (0, 1)]
+        rows = g.op("Slice", g.op("Shape", x), *ends)
+        shape = g.op("Concat", rows, ends[1], attributes={"axis": 0})
+        return g.op("Expand", g.constant("middle_code", np.array(128, np.uint8)), shape)
+
+    return g.once_per_row_set("middle", make)
 
 
 class BlockFormat:
@@ -166,6 +232,9 @@ class BlockFormat:
         if weight.shape[1] % self._block_size:
             return Float32().tied_head(g, x, weight)
         return self._matmul(g, x, weight, 8, embedding=True)
+
+    def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
+        return stacked_mlp(self, g, x, weights)
 
     def _matmul(
         self, g: GraphBuilder, x: ir.Value, weight: Weight, bits: int, *, embedding: bool

@@ -25,12 +25,9 @@ Array = NDArray[np.generic]
 class WeightStore:
     """Writes `folder/file_name` front to back and hands out external tensors into it."""
 
-    def __init__(
-        self, folder: Path, file_name: str, on_weight: Callable[[str], None] = lambda name: None
-    ) -> None:
-        """`on_weight` hears the name of each weight as it is described, for progress."""
+    def __init__(self, folder: Path, file_name: str) -> None:
         self.file_name = file_name
-        self._folder, self._on_weight = folder, on_weight
+        self._folder = folder
         self._stream = (folder / file_name).open("wb")
         self._tensors: dict[str, ir.ExternalTensor] = {}
         self._described: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -56,9 +53,7 @@ class WeightStore:
 
     def describe(self, weight: str, shape: tuple[int, ...], format_name: str) -> None:
         """Say how a weight is stored; its tensors are `weight` and `weight.<part>`."""
-        if weight not in self._described:
-            self._described[weight] = (shape, format_name)
-            self._on_weight(weight)
+        self._described[weight] = (shape, format_name)
 
     def described(self) -> list[tuple[str, str, tuple[int, ...], int]]:
         """Name, format, shape and bytes of every weight."""

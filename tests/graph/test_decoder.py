@@ -13,7 +13,6 @@ from reference_llama import forward
 from tiny import read_folder
 
 from headrace.exporters.checkpoint.source import open_checkpoint
-from headrace.exporters.graph.functions import row_quant_matmul
 from headrace.exporters.validate import GraphRunner
 from headrace.runtime.manifest import read_manifest
 
@@ -162,50 +161,6 @@ def test_entropy_is_of_the_softmax(tiny_package: Callable[..., Path]) -> None:
     p = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(axis=1), atol=1e-4)
-
-
-def test_row_quant_function_is_its_formula(tmp_path: Path) -> None:
-    """Outliers, a zero row and a huge row: each row as if it were alone."""
-    import onnxruntime as ort
-
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((5, 32)).astype(np.float32)
-    x[1] *= 1e4
-    x[2] = 0
-    x[3, 7] = 300
-    codes = rng.integers(-127, 128, (32, 16)).astype(np.int8)
-    scales = rng.uniform(1e-3, 1e-1, 16).astype(np.float32)
-    file = tmp_path / "function.onnx"
-    _save_function_model(file, codes, scales)
-    options = ort.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    y = session.run(None, {"x": x})[0]
-    peak = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(1e-30))
-    q = np.rint(x / peak * np.float32(127)).astype(np.int64)
-    expected = peak * scales * (q @ codes.astype(np.int64)) / 127
-    np.testing.assert_allclose(
-        y, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max(axis=1, keepdims=True).min()
-    )
-    for i in range(len(x)):
-        np.testing.assert_array_equal(session.run(None, {"x": x[i : i + 1]})[0][0], y[i])
-
-
-def _save_function_model(file: Path, codes: np.ndarray, scales: np.ndarray) -> None:
-    from headrace.exporters.graph.builder import GraphBuilder, graph_input, named_output
-    from headrace.exporters.graph.weights import WeightStore
-
-    with WeightStore(file.parent, "weights.bin") as store:
-        g = GraphBuilder(store)
-        x = graph_input("x", ir.DataType.FLOAT, ["N", codes.shape[0]])
-        y = g.call(
-            row_quant_matmul(),
-            x,
-            g.weight("codes", lambda: codes),
-            g.weight("scales", lambda: scales),
-        )
-        named_output(y, "y", ir.DataType.FLOAT, ["N", codes.shape[1]])
-        ir.save(g.model([x], [y], "function"), file)
 
 
 def test_graph_passes_the_onnx_checker_where_it_knows_the_operators(

@@ -232,13 +232,22 @@ def test_no_queue_at_all() -> None:
         assert len(runtime.generate(["a"] * 4, max_new_tokens=2)) == 4
 
 
-def test_the_end_of_a_request_makes_room_for_the_next() -> None:
+def test_whoever_hears_of_an_end_may_submit_the_next() -> None:
     with make_runtime(FakeBackend(max_slots=1), max_waiting=0) as runtime:
-        for i in range(200):
-            handle = runtime.submit("a", max_new_tokens=1 + i % 3)
-            if i % 4 == 3:
-                handle.cancel()
-            handle.result(20)
+        worker, engine = runtime._worker, runtime._engine
+        outcomes: list[RequestHandle | Exception] = []
+
+        def submit_next(delta: object) -> None:
+            if delta is None and len(outcomes) < 5:
+                request = engine.prepare([1, 2], GenerationConfig(max_new_tokens=2))
+                try:
+                    outcomes.append(worker.submit(request, listener=submit_next))
+                except QueueFullError as error:
+                    outcomes.append(error)
+
+        submit_next(None)
+        wait_until(lambda: len(outcomes) == 5)
+        assert all(isinstance(o, RequestHandle) for o in outcomes)
 
 
 def test_close_while_busy_fails_what_is_not_done() -> None:
@@ -296,9 +305,10 @@ def test_one_failed_step_is_survived() -> None:
         assert runtime.generate("a", max_new_tokens=3, ignore_eos=True).completion_tokens == 3
 
 
-def test_our_own_mistake_does_not_hang_anybody() -> None:
+@pytest.mark.parametrize("method", ["step", "add"])
+def test_our_own_mistake_does_not_hang_anybody(method: str) -> None:
     runtime = make_runtime(slow())
-    runtime._engine.step = None  # type: ignore[method-assign, assignment]
+    setattr(runtime._engine, method, None)
     with pytest.raises(HeadraceError, match="stopped after an error"):
         runtime.generate("a")
     runtime.close()

@@ -308,3 +308,14 @@ def test_step_log_is_bounded_and_adds_up() -> None:
     assert (first.num_rows, first.num_tokens) == (1, 10)
     assert all(record.model_ms >= 0 and record.host_ms >= 0 for record in engine.steps)
     assert engine.steps.maxlen is not None
+
+
+def test_failures_with_good_steps_between_are_survived() -> None:
+    backend = FakeBackend(max_slots=1, fail_at={2, 5})
+    engine, answers = make_engine(backend), Answers()
+    requests = [engine.prepare([i + 1, 2], GREEDY) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    run_to_end(engine, answers)
+    assert set(answers.errors) == set(requests[:2]) and engine.closed_by is None
+    assert answers.tokens[requests[2], 0] == tokens_alone([3, 2], GREEDY)

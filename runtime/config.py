@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 from headrace.runtime.errors import ConfigError, PackageError
+from headrace.runtime.manifest import MAX_ROW_TOKENS
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
@@ -208,6 +209,8 @@ Config = TypeVar("Config", GenerationConfig, EngineConfig)
 
 
 def _from_dict(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    if not isinstance(values, Mapping):
+        raise ConfigError(kind.__name__, values, "a mapping of options to values")
     names = [f.name for f in dataclasses.fields(kind)]
     for key in values:
         if key not in names:
@@ -366,7 +369,7 @@ GenerationConfig._CHECKS = {
 EngineConfig._CHECKS = {
     "max_sequences": _integer(1, 4096),
     "max_waiting": _integer(0),
-    "max_chunk_tokens": _integer(1),
+    "max_chunk_tokens": _integer(1, MAX_ROW_TOKENS),
     "inter_token_bound_ms": _positive,
     "num_threads": _integer(1, 1024, optional=True),
     "kv_budget_bytes": _integer(1, optional=True),

@@ -40,7 +40,7 @@ BAD_GENERATION: dict[str, list[Any]] = {
 BAD_ENGINE: dict[str, list[Any]] = {
     "max_sequences": [0, -1, 4097, None, 1.5, True],
     "max_waiting": [-1, None],
-    "max_chunk_tokens": [0, None, "512"],
+    "max_chunk_tokens": [0, None, "512", 1025],
     "inter_token_bound_ms": [0, -1, NAN, INF, None, True],
     "num_threads": [0, -2, 1.5, True],
     "kv_budget_bytes": [0, -1, 1e9],
@@ -170,6 +170,12 @@ def test_an_unknown_engine_key_is_named() -> None:
 )
 def test_the_models_defaults(defaults: dict[str, Any], expected: dict[str, Any]) -> None:
     assert GenerationConfig.from_defaults(defaults) == GenerationConfig(**expected)
+
+
+@pytest.mark.parametrize("values", [None, [1], "temperature", 5])
+def test_only_a_mapping_makes_a_config(values: Any) -> None:
+    with pytest.raises(ConfigError, match="a mapping of options"):
+        GenerationConfig.from_dict(values)
 
 
 def test_overrides_win_over_defaults() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.backends.fake import FakeBackend, scripted_logits
 from headrace.runtime.api import Runtime
@@ -39,12 +40,12 @@ def make_text(config: GenerationConfig) -> TextStream:
     return TextStream(tokenizer, config.stop, config.include_stop_str_in_output)  # type: ignore[arg-type]
 
 
-def make_engine(backend: FakeBackend | None = None, **options: object) -> Engine:
+def make_engine(backend: FakeBackend | None = None, **options: Any) -> Engine:
     config = EngineConfig.from_dict(options)
     return Engine(backend or FakeBackend(max_slots=16), make_text, [EOS], config)
 
 
-def make_runtime(backend: FakeBackend | None = None, **options: object) -> Runtime:
+def make_runtime(backend: FakeBackend | None = None, **options: Any) -> Runtime:
     return Runtime(make_engine(backend, **options), LetterTokenizer(), chat_template=CHAT)
 
 
@@ -58,8 +59,8 @@ def speller(text: str) -> FakeBackend:
     return FakeBackend(max_slots=4, logits=scripted_logits(VOCAB, script))
 
 
-def make_limits(**changes: object) -> Limits:
-    values: dict[str, object] = {
+def make_limits(**changes: Any) -> Limits:
+    values: dict[str, Any] = {
         "max_slots": 4,
         "context_tokens": 64,
         "kv_budget_tokens": 256,
@@ -67,7 +68,7 @@ def make_limits(**changes: object) -> Limits:
         "max_chunk_tokens": 32,
         "inter_token_bound_ms": 100.0,
     }
-    return Limits(**{**values, **changes})  # type: ignore[arg-type]
+    return Limits(**{**values, **changes})
 
 
 def result_of(plan: StepPlan, token_id: int = 7, model_ms: float = 1.0) -> StepResult:
@@ -109,7 +110,7 @@ def run_to_end(engine: Engine, answers: Answers, max_steps: int = 5000) -> None:
     raise AssertionError(f"not done after {max_steps} steps")
 
 
-def tokens_alone(prompt: Sequence[int], config: GenerationConfig, **options: object) -> list[int]:
+def tokens_alone(prompt: Sequence[int], config: GenerationConfig, **options: Any) -> list[int]:
     """What a request gets when nobody else is there."""
     engine, answers = make_engine(**options), Answers()
     request = engine.prepare(prompt, config)

@@ -26,6 +26,7 @@ from headrace.runtime.manifest import (
     TargetInfo,
     TokenizerInfo,
     file_sha256,
+    read_manifest,
 )
 
 VOCAB = 300
@@ -47,6 +48,8 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[FakeBackend]:
 def write_package(folder: Path, extra: dict[str, str]) -> Path:
     """A package without graphs: a tokenizer, and files by name."""
     library = tokenizer_samples.byte_level()
+    eos = library.token_to_id("<|im_end|>")
+    assert eos is not None
     files = {"tokenizer.json": library.to_str(), **extra}
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -70,7 +73,7 @@ def write_package(folder: Path, extra: dict[str, str]) -> Path:
         tokenizer=TokenizerInfo(
             file="tokenizer.json",
             bos_token_id=None,
-            eos_token_ids=(library.token_to_id("<|im_end|>"),),
+            eos_token_ids=(eos,),
             add_bos=False,
             chat_template=template,
             golden=(),
@@ -106,7 +109,7 @@ def test_a_package_becomes_a_runtime(tmp_path: Path, backends: list[FakeBackend]
     with Runtime.load(folder, max_sequences=3, config=EngineConfig(max_waiting=7)) as runtime:
         assert runtime.capabilities.max_slots == 3
         assert runtime.default_config == GenerationConfig(temperature=0.6, top_k=5)
-        options = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+        options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
         text = runtime.generate("hello", **options).text
         assert text == runtime.chat([{"role": "user", "content": "hello"}], **options).text
         assert "".join(d.text for d in runtime.stream("hello", **options)) == text
@@ -146,7 +149,7 @@ def test_load_checks_its_arguments(tmp_path: Path, backends: list[FakeBackend]) 
     with pytest.raises(PackageError, match="not a headrace package"):
         Runtime.load(tmp_path / "nothing")
     folder = write_package(tmp_path, {})
-    with pytest.raises(ConfigError, match="n_ctx.*did you mean context_tokens"):
+    with pytest.raises(ConfigError, match=r"n_ctx.*did you mean context_tokens"):
         Runtime.load(folder, n_ctx=100)
     with pytest.raises(ConfigError, match="max_sequences=0"):
         Runtime.load(folder, max_sequences=0)
@@ -158,7 +161,7 @@ def test_load_checks_its_arguments(tmp_path: Path, backends: list[FakeBackend]) 
 
 
 def test_device_needs_a_target_of_the_package(tmp_path: Path) -> None:
-    manifest = factory.read_manifest(write_package(tmp_path, {}))
+    manifest = read_manifest(write_package(tmp_path, {}))
     assert choose_device("auto", manifest) == choose_device("cpu", manifest) == "cpu"
     other = replace(manifest, targets=(make_target("cuda_fp16", "cuda"),))
     for device in ("auto", "cpu"):

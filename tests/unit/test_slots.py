@@ -36,7 +36,8 @@ def test_releasing_twice_is_a_mistake_of_ours() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=60))
 def test_any_order_keeps_the_books(actions: list[tuple[bool, int]]) -> None:
-    pool, owned = SlotPool(5, 100), []
+    pool = SlotPool(5, 100)
+    owned: list[int] = []
     for owner, (acquire, amount) in enumerate(actions):
         if acquire and pool.fits(amount):
             slot = pool.acquire(owner, amount)

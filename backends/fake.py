@@ -83,11 +83,11 @@ class FakeBackend:
             ),
             exact_rows=True,
         )
-        self.plans: list[StepPlan] = []
         self.closed = False
         self._logits = logits or hashed_logits(vocab_size)
         self._fail_at, self._delay_ms = fail_at, delay_ms
         self._slots: list[list[int]] = [[] for _ in range(max_slots)]
+        self._num_steps = 0
         self._output: tuple[int, StepOutput] | None = None
 
     @property
@@ -101,8 +101,8 @@ class FakeBackend:
     def submit(self, plan: StepPlan) -> int:
         _require(not self.closed, "the backend is closed")
         _require(self._output is None, "a step is in flight")
-        step = len(self.plans)
-        self.plans.append(plan)
+        step = self._num_steps
+        self._num_steps += 1
         start = time.perf_counter()
         if self._delay_ms:
             time.sleep(self._delay_ms / 1e3)

@@ -74,9 +74,12 @@ class TransformersOracle:
         Stop tokens are taken like any other. A gap is rounded to 7 digits; logits are exact.
         """
         torch = self._torch
+        feed = torch.tensor([list(prompt_ids)])
         with torch.inference_mode():
             answer = self._model.generate(
-                torch.tensor([list(prompt_ids)]),
+                feed,
+                # Left to itself, it would mask <|im_end|>, which is the padding token, too.
+                attention_mask=torch.ones_like(feed),
                 max_new_tokens=new_tokens,
                 do_sample=False,
                 output_logits=True,

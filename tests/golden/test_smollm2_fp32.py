@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 ENTRIES: list[dict[str, Any]] = golden()["prompts"]
 NAMES = [entry["name"] for entry in ENTRIES]
 # Enough for the step of prefill and for decode alone; batched decode covers the others.
-ALONE = ("hello", "counting", "code_review")
+ALONE = ("hello", "code_review")
 # float32 sums in another order differ by about 3e-5 on this model.
 LOGIT_TOLERANCE = 3e-4
 
@@ -108,7 +108,7 @@ def checkpoint_tensors() -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]
         return tensors, dict(checkpoint.config)
 
 
-@pytest.mark.parametrize("name", ["hello", "counting"])
+@pytest.mark.parametrize("name", ["hello"])
 def test_reference_decoder_agrees(
     name: str, checkpoint_tensors: tuple[dict[str, NDArray[np.float32]], dict[str, Any]]
 ) -> None:

@@ -37,7 +37,6 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         "runtime.sampling",
         "runtime.sampling_reference",
         "runtime.penalties",
-        "runtime.bench",
         "backends",
         "exporters",
     ),

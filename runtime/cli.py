@@ -1,0 +1,252 @@
+"""The command `headrace`. What a command needs is imported when it runs.
+
+Exit codes: 0; 1 for a failure, with its reason in one line on the standard error; 2 for wrong
+usage, a value that is out of range included; 130 when interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.runtime.errors import ConfigError, HeadraceError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    _accept_any_text(sys.stdout, sys.stderr)
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="headrace: %(message)s", level=logging.WARNING)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        code = command(args)
+        sys.stdout.flush()  # here, where a closed pipe is still ours to handle
+        return code
+    except ConfigError as error:
+        return _complain(error, EXIT_USAGE)
+    except (HeadraceError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader has gone. Nothing more may be written, not at interpreter exit either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_PIPE_CLOSED
+        return _complain(error, EXIT_FAILED)
+    except MemoryError:
+        return _complain("ran out of memory; use fewer or shorter sequences", EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _complain(reason: object, code: int) -> int:
+    print(f"headrace: {' '.join(str(reason).split())}", file=sys.stderr)
+    return code
+
+
+def _accept_any_text(*streams: Any) -> None:
+    """Answers hold any character; a terminal that lacks one shows a question mark."""
+    for stream in streams:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace", description="Decode language models: many sequences on little hardware."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_chat(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser("run", help="answer one prompt, word by word")
+    _add_package(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads standard input")
+    _add_sampling(parser)
+    parser.add_argument("--raw", action="store_true", help="no chat template: go on with the text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.set_defaults(command=_run)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="talk with the model")
+    _add_package(parser)
+    _add_sampling(parser)
+    parser.set_defaults(command=_chat)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure this machine with this package")
+    _add_package(parser)
+    parser.add_argument(
+        "--batch",
+        type=_counts,
+        default=(1, 4, 16),
+        metavar="LIST",
+        help="numbers of sequences decoded together (default: 1,4,16)",
+    )
+    parser.add_argument("--prompt-tokens", type=_count, default=128, metavar="N")
+    parser.add_argument("--new-tokens", type=_count, default=64, metavar="N")
+    parser.add_argument("--repeat", type=_count, default=3, metavar="N", help="take the median of")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.set_defaults(command=_bench)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="what was found on this machine, chosen, and why")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.set_defaults(command=_doctor)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser("inspect", help="what a package holds")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="package made by runtime-export")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.set_defaults(command=_inspect)
+
+
+def _add_package(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="package made by runtime-export")
+    group = parser.add_argument_group("machine")
+    group.add_argument("--device", default="auto", help="auto (default) or cpu")
+    group.add_argument("--threads", type=int, metavar="N", help="threads inside the model")
+    group.add_argument("--context-tokens", type=int, metavar="N", help="longest sequence")
+    group.add_argument("--target", metavar="NAME", help="which of the package's targets")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "sampling", "Defaults are the model's own; without one, 512 new tokens at most."
+    )
+    for name, kind in _SAMPLING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+
+
+_SAMPLING = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+}
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `EngineConfig` that were set."""
+    options = {
+        "num_threads": args.threads,
+        "context_tokens": args.context_tokens,
+        "target": args.target,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `GenerationConfig` that were set.
+
+    Raises:
+        ConfigError: a value is out of range; found before a model is loaded.
+    """
+    from headrace.runtime.config import GenerationConfig
+
+    names = (*_SAMPLING, "stop")
+    options = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    GenerationConfig.from_dict(options)
+    return options
+
+
+def _run(args: argparse.Namespace) -> int:
+    from headrace.runtime import cli_run
+
+    return cli_run.run(args, engine_options(args), sampling_options(args))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from headrace.runtime import cli_chat
+
+    return cli_chat.chat(args, engine_options(args), sampling_options(args))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from headrace.runtime import bench
+
+    report = bench.measure(
+        args.folder,
+        batches=args.batch,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        repeats=args.repeat,
+        device=args.device,
+        engine_options=engine_options(args),
+        progress=_note_progress,
+    )
+    print(_json(report) if args.json else bench.render(report))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from headrace.runtime import doctor
+
+    found = doctor.collect()
+    print(_json(found) if args.json else doctor.render(found))
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from headrace.runtime import inspect
+
+    summary = inspect.summarize(args.folder, verify=args.verify)
+    print(_json(summary) if args.json else inspect.render(summary))
+    return 0
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False)
+
+
+def _note_progress(text: str) -> None:
+    """On a terminal only: a line that the next one overwrites."""
+    if sys.stderr.isatty():
+        end = "\n" if not text else ""
+        print(f"\r\033[K{text}", end=end, file=sys.stderr, flush=True)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"headrace {version('headrace')}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

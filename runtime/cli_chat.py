@@ -1,0 +1,114 @@
+"""`headrace chat`: a conversation at the terminal.
+
+Ctrl-C ends the answer, or the line that is being typed, and never the program; Ctrl-D ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from headrace.runtime.api import Runtime
+from headrace.runtime.cli_run import messages, with_limit
+from headrace.runtime.completion import TokenDelta
+from headrace.runtime.errors import RequestError
+
+HELP = "/reset forgets the conversation, /stats tells about the last answer, /quit ends"
+
+
+def chat(
+    args: argparse.Namespace, engine_options: dict[str, Any], sampling_options: dict[str, Any]
+) -> int:
+    """Read lines and answer them until the end of the input.
+
+    Raises:
+        HeadraceError: the package cannot be used or the device failed.
+    """
+    if sys.stdin.isatty():
+        _use_line_editor()
+        print(HELP, file=sys.stderr)
+    with Runtime.load(args.folder, args.device, max_sequences=1, **engine_options) as runtime:
+        conversation = Conversation(runtime, args.system, with_limit(runtime, sampling_options))
+        while (line := _read_line()) is not None and line.strip() != "/quit":
+            command = line.strip()
+            if command == "/reset":
+                conversation.reset()
+            elif command == "/stats":
+                print(conversation.stats(), file=sys.stderr)
+            elif command.startswith("/") and " " not in command:
+                print(HELP, file=sys.stderr)
+            elif command:
+                conversation.ask(line)
+    return 0
+
+
+class Conversation:
+    """What was said so far. `system`: system message or None; `options`: of `GenerationConfig`."""
+
+    def __init__(self, runtime: Runtime, system: str | None, options: dict[str, Any]) -> None:
+        self._runtime, self._system, self._options = runtime, system, options
+        self._messages: list[dict[str, str]] = []
+        self._stats = "nothing was asked yet"
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self._messages = []
+
+    def stats(self) -> str:
+        """About the last answer, in one line."""
+        return self._stats
+
+    def ask(self, text: str) -> None:
+        """Answer on the standard output, as it is written.
+
+        A turn that cannot be answered, too long for the context for instance, is taken back. An
+        answer that was interrupted stays in the conversation as far as it came.
+        """
+        turn = messages(self._system if not self._messages else None, text)
+        seen: list[TokenDelta] = []
+        start = time.perf_counter()
+        try:
+            for delta in self._runtime.chat(self._messages + turn, stream=True, **self._options):
+                seen.append(delta)
+                print(delta.text, end="", flush=True)
+        except RequestError as error:
+            print(f"{error}; /reset begins anew", file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print(" [interrupted]", end="", file=sys.stderr)
+        print(flush=True)
+        answer = "".join(delta.text for delta in seen)
+        if answer:
+            self._messages += [*turn, {"role": "assistant", "content": answer}]
+        self._stats = _describe(seen, time.perf_counter() - start, self._runtime)
+
+
+def _describe(seen: list[TokenDelta], seconds: float, runtime: Runtime) -> str:
+    tokens = sum(len(delta.token_ids) for delta in seen)
+    caps = runtime.capabilities
+    return (
+        f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tok/s with the prompt), "
+        f"{caps.name}, context {caps.context_tokens}"
+    )
+
+
+def _read_line() -> str | None:
+    """The next line; None at the end of the input."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+
+
+def _use_line_editor() -> None:
+    """History and editing for `input`, where Python has them (not on Windows, whose terminal
+    does it)."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return

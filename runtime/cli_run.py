@@ -1,0 +1,109 @@
+"""`headrace run`: one prompt, its answer as it is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.runtime.api import Runtime
+from headrace.runtime.completion import TokenDelta
+from headrace.runtime.errors import ConfigError, RequestError
+from headrace.runtime.manifest import read_manifest
+
+DEFAULT_MAX_NEW_TOKENS = 512
+
+
+def run(
+    args: argparse.Namespace, engine_options: dict[str, Any], sampling_options: dict[str, Any]
+) -> int:
+    """Answer `args.prompt`; a package without a chat template is given the bare text.
+
+    Raises:
+        HeadraceError: whatever is wrong with the package, the prompt or an option.
+    """
+    prompt = read_prompt(args.prompt)
+    raw = args.raw or read_manifest(args.folder).tokenizer.chat_template is None
+    if raw and args.system is not None:
+        raise ConfigError("--system", args.system, "no system message where no template is used")
+    with Runtime.load(args.folder, args.device, max_sequences=1, **engine_options) as runtime:
+        options = with_limit(runtime, sampling_options)
+        start = time.perf_counter()
+        deltas = (
+            runtime.stream(prompt, **options)
+            if raw
+            else runtime.chat(messages(args.system, prompt), stream=True, **options)
+        )
+        if args.json:
+            print(json.dumps(_collect(deltas, start), ensure_ascii=False))
+        else:
+            write_text(deltas)
+            print(flush=True)
+    return 0
+
+
+def with_limit(runtime: Runtime, options: dict[str, Any]) -> dict[str, Any]:
+    """`options`, with a length where neither they nor the package give one.
+
+    A small model may repeat itself to the end of its context, which takes minutes.
+    """
+    if runtime.default_config.max_new_tokens is not None:
+        return options
+    return {"max_new_tokens": DEFAULT_MAX_NEW_TOKENS, **options}
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself or, for "-", standard input without its last line end.
+
+    Raises:
+        RequestError: standard input is not UTF-8.
+    """
+    if prompt != "-":
+        return prompt
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text: {error}") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def messages(system: str | None, prompt: str) -> list[dict[str, str]]:
+    """A conversation that begins."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def write_text(deltas: Iterator[TokenDelta]) -> list[TokenDelta]:
+    """Print each piece at once; returns all of them."""
+    seen = []
+    for delta in deltas:
+        seen.append(delta)
+        if delta.text:
+            print(delta.text, end="", flush=True)
+    return seen
+
+
+def _collect(deltas: Iterator[TokenDelta], start: float) -> dict[str, Any]:
+    """The whole answer with its timings; `start` is when it was asked for."""
+    first: float | None = None
+    seen: list[TokenDelta] = []
+    for delta in deltas:
+        first = first or time.perf_counter()
+        seen.append(delta)
+    end = time.perf_counter()
+    token_ids = [token for delta in seen for token in delta.token_ids]
+    last = seen[-1]
+    first = first or end
+    return {
+        "text": "".join(delta.text for delta in seen),
+        "token_ids": token_ids,
+        "entropy_nats": [value for delta in seen for value in delta.entropy_nats],
+        "finish_reason": last.finish_reason and last.finish_reason.value,
+        "matched_stop": last.matched_stop,
+        "completion_tokens": len(token_ids),
+        "first_token_s": first - start,
+        "decode_tok_s": (len(token_ids) - 1) / (end - first) if len(token_ids) > 1 else None,
+    }

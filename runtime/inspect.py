@@ -1,0 +1,91 @@
+"""What a package holds, from its manifest: `headrace inspect`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from headrace.runtime.manifest import TargetInfo, read_manifest
+
+
+def summarize(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """Plain data about a package. `verify` also reads every file and compares its hash.
+
+    Raises:
+        PackageError: it cannot be read, or with `verify` was changed.
+    """
+    manifest = read_manifest(folder, verify_hashes=verify)
+    return {
+        "schema_version": manifest.schema_version,
+        "generator": manifest.generator,
+        "verified": verify,
+        "source": dataclasses.asdict(manifest.source),
+        "model": dataclasses.asdict(manifest.model),
+        "chat_template": manifest.tokenizer.chat_template is not None,
+        "targets": [_target(target) for target in manifest.targets],
+        "files": [{"path": info.path, "bytes": info.bytes} for info in manifest.files],
+    }
+
+
+def _target(target: TargetInfo) -> dict[str, Any]:
+    by_format: dict[str, list[int]] = defaultdict(list)
+    for tensor in target.tensors:
+        by_format[tensor.format].append(tensor.bytes)
+    return {
+        "name": target.name,
+        "device": target.device,
+        "precision": target.precision,
+        "weight_bytes": target.weight_bytes,
+        "formats": {
+            name: {"tensors": len(sizes), "bytes": sum(sizes)}
+            for name, sizes in sorted(by_format.items(), key=lambda item: -sum(item[1]))
+        },
+        "kv_cache": dataclasses.asdict(target.kv_cache),
+        "graphs": [
+            {"form": g.form, "file": g.file, "min_onnxruntime": g.min_onnxruntime}
+            for g in target.graphs
+        ],
+    }
+
+
+def render(summary: dict[str, Any]) -> str:
+    """`summarize`'s data for people."""
+    model, source = summary["model"], summary["source"]
+    lines = [
+        f"model      {model['architecture']}: {model['num_layers']} layers, "
+        f"hidden {model['hidden_size']}, {model['num_heads']} heads "
+        f"({model['num_kv_heads']} KV) of {model['head_dim']}, vocabulary {model['vocab_size']}, "
+        f"context {model['context_tokens']}",
+        f"source     {source['file']} ({source['format']})",
+        f"made by    {summary['generator']}, schema {summary['schema_version']}",
+        f"chat       {'has a template' if summary['chat_template'] else 'no template'}",
+    ]
+    for target in summary["targets"]:
+        lines += _render_target(target)
+    files = summary["files"]
+    state = "all hashes match" if summary["verified"] else "sizes match; --verify checks hashes"
+    lines.append(f"files      {len(files)}, {_megabytes(sum(f['bytes'] for f in files))} ({state})")
+    lines += [f"  {info['path']:40} {_megabytes(info['bytes']):>10}" for info in files]
+    return "\n".join(lines)
+
+
+def _render_target(target: dict[str, Any]) -> list[str]:
+    kv = target["kv_cache"]
+    lines = [
+        f"target     {target['name']}: {target['precision']} for {target['device']}, "
+        f"weights {_megabytes(target['weight_bytes'])}",
+        f"  KV cache {kv['dtype']}, {kv['bytes_per_token']:,} bytes a token",
+    ]
+    for name, share in target["formats"].items():
+        lines.append(f"  {name:14} {share['tensors']:4} tensors {_megabytes(share['bytes']):>10}")
+    for graph in target["graphs"]:
+        lines.append(
+            f"  graph    {graph['form']:8} {graph['file']}, onnxruntime {graph['min_onnxruntime']}+"
+        )
+    return lines
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

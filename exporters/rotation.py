@@ -10,7 +10,7 @@ with the gains folded into the weights that follow them the whole stream can liv
     head       W -> W diag(gain) Q           if it is a weight of its own
     tied head  E Q, after a product with Q' diag(gain) Q of the few rows that need logits
 
-Nothing is added to a layer at run time. Q is orthogonal, seeded, and the same for every export.
+Nothing is added to a layer at run time. Q is the same for every export of a size.
 """
 
 from __future__ import annotations
@@ -23,16 +23,27 @@ from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.graph.linear import Weight
+from headrace.exporters.quant.hadamard import hadamard
 from headrace.exporters.weight_source import WeightSource
 
 Float = NDArray[np.float32]
 _SEED = 20240404
 
 
-def random_orthogonal(size: int, seed: int = _SEED) -> Float:
-    """Uniform over the orthogonal group: QR of a Gaussian with the signs of R's diagonal fixed."""
-    gaussian = np.random.default_rng(seed).standard_normal((size, size))
-    q, r = np.linalg.qr(gaussian)
+def orthogonal(size: int, seed: int = _SEED) -> Float:
+    """A Hadamard matrix with random signs where one of this size is known, else a random one.
+
+    All entries of a Hadamard matrix have one magnitude, so no channel keeps more of an outlier than
+    any other. With random signs (a diagonal of +-1) it is not aligned with any structure of the
+    model. Otherwise uniform over the orthogonal group: QR of a Gaussian, signs of R's diagonal
+    fixed.
+    """
+    rng = np.random.default_rng(seed)
+    signs = hadamard(size)
+    if signs is not None:
+        rows = rng.choice(np.array([-1.0, 1.0]), size)
+        return np.asarray(rows[:, None] * signs / np.sqrt(size), dtype=np.float32)
+    q, r = np.linalg.qr(rng.standard_normal((size, size)))
     return np.asarray(q * np.sign(np.diag(r)), dtype=np.float32)
 
 
@@ -41,7 +52,7 @@ class RotatedSource:
 
     def __init__(self, source: WeightSource, spec: DecoderSpec) -> None:
         self._source, self._spec = source, spec
-        self._rotation = random_orthogonal(spec.hidden_size)
+        self._rotation = orthogonal(spec.hidden_size)
         self._gain_before: dict[str, str] = {}
         self._writers: set[str] = set()
         self._norms = {f"{spec.final_norm}.weight"}

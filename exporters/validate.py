@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
+from headrace.backends.ort_import import load_onnxruntime
 from headrace.runtime import manifest as io
 from headrace.runtime.errors import ExportError
 
@@ -29,6 +29,7 @@ class GraphRunner:
     """
 
     def __init__(self, graph: Path, capacity_tokens: int, num_threads: int = 0) -> None:
+        ort = load_onnxruntime()
         options = ort.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.log_severity_level = 3

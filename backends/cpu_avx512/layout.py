@@ -79,7 +79,7 @@ class BoundStep:
     ) -> None:
         indices = step_indices(key)
         self.num_logits = len(indices.logits_index)
-        # A chunk in the middle of a prompt needs no logits; the graph computes one row all the same.
+        # A chunk in the middle of a prompt needs no logits; the graph computes one row anyway.
         logits_index = indices.logits_index if self.num_logits else np.zeros(1, np.int64)
         self._offsets = np.array([slot - indices.first_slot for slot, _, _ in key])
         self._ids = np.zeros(len(indices.scatter), np.int64)

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder
-from headrace.exporters.graph.functions import row_quant_gated_mlp, row_quant_matmul
+from headrace.exporters.graph.functions import MIX_WIDTH, row_quant_gated_mlp, row_quant_matmul
 from headrace.exporters.quant.formats import (
     Blocks,
     Float,
@@ -24,6 +24,7 @@ from headrace.exporters.quant.formats import (
     quantize_blocks_8bit,
     quantize_row_int8,
 )
+from headrace.exporters.quant.hadamard import hadamard
 
 Array = NDArray[np.generic]
 
@@ -143,14 +144,16 @@ class RowInt8Format:
         return g.call(row_quant_matmul(), x, g.op("Transpose", codes), scales, _middle(g, x))
 
     def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
-        if weights.gate_up_bias is not None or weights.down_bias is not None:
+        biased = weights.gate_up_bias is not None or weights.down_bias is not None
+        width = weights.down.shape[1]
+        if biased or width % MIX_WIDTH:
             return stacked_mlp(self, g, x, weights)
-        stored = [
-            value
-            for weight in (weights.gate, weights.up, weights.down)
-            for value in self._columns(g, weight)
-        ]
-        return g.call(row_quant_gated_mlp(), x, *stored, _middle(g, x))
+        down = weights.down
+        mixed = Weight(down.name, down.shape, lambda: mix_runs(down.load()), lambda: None)
+        stored = [v for w in (weights.gate, weights.up, mixed) for v in self._columns(g, w)]
+        mix = g.constant("mix", mixing_matrix())
+        shape = g.constant("mixed_shape", _ints(-1, width))
+        return g.call(row_quant_gated_mlp(), x, *stored, mix, shape, _middle(g, x))
 
     def _columns(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
         """Codes [in, out], as the product wants them, and scales."""
@@ -167,6 +170,18 @@ class RowInt8Format:
         quantized = cache(lambda: quantize_row_int8(weight.load()))
         codes = g.weight(f"{weight.name}.codes", lambda: quantized().codes)
         return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
+
+
+def mixing_matrix() -> Float:
+    """The normalized Hadamard matrix, [MIX_WIDTH, MIX_WIDTH]; symmetric and its own inverse."""
+    signs = hadamard(MIX_WIDTH)
+    assert signs is not None
+    return (signs / np.sqrt(MIX_WIDTH)).astype(np.float32)
+
+
+def mix_runs(weight: Float) -> Float:
+    """float32 [out, in]: every run of MIX_WIDTH inputs in the mixed basis."""
+    return (weight.reshape(-1, MIX_WIDTH) @ mixing_matrix()).reshape(weight.shape)
 
 
 def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:

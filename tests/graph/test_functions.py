@@ -11,10 +11,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from headrace.exporters.graph.builder import GraphBuilder, graph_input, named_output
-from headrace.exporters.graph.functions import row_quant_gated_mlp, row_quant_matmul
+from headrace.exporters.graph.functions import MIX_WIDTH, row_quant_gated_mlp, row_quant_matmul
+from headrace.exporters.graph.linear import mix_runs, mixing_matrix
 from headrace.exporters.graph.weights import WeightStore
 
-K, M = 48, 64
+K, M = 48, 2 * MIX_WIDTH
 RNG = np.random.default_rng(0)
 
 
@@ -82,11 +83,14 @@ def test_row_quant_matmul(tmp_path: Path) -> None:
 def test_row_quant_gated_mlp(tmp_path: Path) -> None:
     x = rows_of_all_kinds()
     gate, up, down = weight(K, M), weight(K, M), weight(M, K)
-    made = session(tmp_path, row_quant_gated_mlp(), [*gate, *up, *down])
+    mix = mixing_matrix()
+    arrays = [*gate, *up, *down, mix, np.array([-1, M], np.int64)]
+    made = session(tmp_path, row_quant_gated_mlp(), arrays)
     gated = row_quantized(x, *gate)
     with np.errstate(over="ignore"):
         silu = gated / (1 + np.exp(-gated))
-    hidden = (silu * row_quantized(x, *up)).astype(np.float32)
+    hidden = (silu * row_quantized(x, *up)).reshape(-1, MIX_WIDTH) @ mix
+    hidden = hidden.reshape(len(x), M).astype(np.float32)
     # A code that falls on the other side of a rounding edge moves the sum by one weight.
     assert_rows_close(run(made, x), row_quantized(hidden, *down), 0.02)
     check_independent_rows(lambda rows: run(made, rows), x)
@@ -98,3 +102,9 @@ def test_calls_of_a_function_are_part_of_the_model(tmp_path: Path) -> None:
     model = ir.load(tmp_path / "function.onnx")
     assert [node.domain for node in model.graph if node.op_type == "RowQuantMatMul"] == ["headrace"]
     assert ("headrace", "RowQuantMatMul", "") in model.functions
+
+
+def test_mixing_inputs_and_weights_cancels() -> None:
+    weight_, x = RNG.standard_normal((7, M)).astype(np.float32), RNG.standard_normal(M)
+    mixed = (x.reshape(-1, MIX_WIDTH) @ mixing_matrix()).reshape(-1)
+    np.testing.assert_allclose(mix_runs(weight_) @ mixed, weight_ @ x, atol=1e-5)

@@ -31,8 +31,6 @@ from headrace.runtime.manifest import read_manifest
 MAX_STEP_ROWS = 32
 STEP_REPEATS = 7
 _PACKAGES = ("headrace", "onnxruntime", "numpy", "tokenizers")
-# Steps that other sequences go on for while the last prompt is still read.
-_HEAD_START_TOKENS = 512
 
 
 def measure(
@@ -150,23 +148,30 @@ def _prefill_tok_s(runtime: Runtime, rng: random.Random, prompt_tokens: int) -> 
 def _decode(
     runtime: Runtime, rng: random.Random, batch: int, prompt_tokens: int, new_tokens: int
 ) -> dict[str, float]:
-    """Decode `batch` sequences together; the last one to start says when and how fast."""
-    room = runtime.capabilities.context_tokens - prompt_tokens
-    budget = runtime.capabilities.kv_budget_tokens // batch - prompt_tokens
-    length = min(room, budget, new_tokens + _HEAD_START_TOKENS)
-    prompts = [_prompt(rng, runtime, prompt_tokens) for _ in range(batch)]
+    """Decode `batch` sequences together and time at least `new_tokens` - 1 steps of all of them.
+
+    The sequences could go on to the end of the context; they are cancelled when enough was seen.
+    Steps are counted by the engine's log: a reader may lag behind an engine that is fast.
+    """
+    caps = runtime.capabilities
+    room = min(caps.context_tokens, caps.kv_budget_tokens // batch) - prompt_tokens
     requests = [
-        runtime.submit(prompt, max_new_tokens=max(length, 1), ignore_eos=True) for prompt in prompts
+        runtime.submit(
+            _prompt(rng, runtime, prompt_tokens), max_new_tokens=max(room, 1), ignore_eos=True
+        )
+        for _ in range(batch)
     ]
     try:
-        deltas = iter(requests[-1])
+        deltas = iter(requests[-1])  # started last, so from its first token on all are running
         next(deltas)
-        start = time.perf_counter()
-        for _ in range(new_tokens - 1):
+        start, first = time.perf_counter(), runtime.steps[-1].step_id
+        last = first
+        while last - first < new_tokens - 1:
             if next(deltas, None) is None:
                 raise RequestError(f"{batch} sequences leave no room for {new_tokens} tokens each")
+            last = runtime.steps[-1].step_id
         wall_s = time.perf_counter() - start
-        steps = runtime.steps[-(new_tokens - 1) :]
+        steps = [step for step in runtime.steps if first < step.step_id <= last]
     finally:
         for request in requests:
             request.cancel()
@@ -176,7 +181,7 @@ def _decode(
         raise RequestError(f"{batch} sequences of this length do not fit at once")
     model_s = sum(step.model_ms for step in steps) / 1e3
     return {
-        "decode_tok_s": batch * (new_tokens - 1) / wall_s,
+        "decode_tok_s": batch * len(steps) / wall_s,
         "busy_share": model_s / wall_s,
         "model_s": model_s,
         "wall_s": wall_s,
@@ -226,8 +231,10 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """The machine as this process sees it, as plain data."""
-    info = dataclasses.asdict(probe_hardware())
-    return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in info.items()}
+    found = probe_hardware()
+    fields = dataclasses.asdict(found)
+    plain = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in fields.items()}
+    return {**plain, "usable_cores": found.usable_cores}
 
 
 def render(report: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TYPING = ROOT / ".typing"
 CHECKED = ("runtime", "backends", "exporters", "tools", "tests")
-MYPYPATH = (".typing", "tests", "tests/unit", "tools", "tools/bench")  # plain imports of helpers
+# Tests and benchmarks import their helpers by plain names.
+MYPYPATH = (".typing", "tests", "tests/arch", "tests/unit", "tools", "tools/bench")
 
 
 def main() -> int:

@@ -65,14 +65,27 @@ def pair_vocabulary() -> tuple[list[str], list[str]]:
 def pair_texts(count: int, seed: int) -> list[str]:
     """ASCII apart from one letter, most of it in runs of the vocabulary's symbols."""
     rng = random.Random(seed)
-    pieces = [*"0123'!$(/-stldeSTLDE \n\t\r", "  ", "\n\n", "\r\n", "'s", "'LL", "123", "é", "<=", "ok"]
+    pieces = [
+        *"0123'!$(/-stldeSTLDE \n\t\r",
+        "  ",
+        "\n\n",
+        "\r\n",
+        "'s",
+        "'LL",
+        "123",
+        "é",
+        "<=",
+        "ok",
+    ]
     texts = ["".join(rng.choice(pieces) for _ in range(rng.randint(1, 24))) for _ in range(count)]
     return [*GOLDEN_TEXTS[:6], *texts]
 
 
 def sentencepiece_vocabulary() -> tuple[list[str], list[int], list[float]]:
     """Control tokens, bytes, then words with all their beginnings and endings, distinct scores."""
-    words = "▁the ▁hello ▁help ▁world ing tion ▁naïve ▁Straße 日本語 ▁▁ ▁▁▁▁ ▁def return self ▁1 20 24"
+    words = (
+        "▁the ▁hello ▁help ▁world ing tion ▁naïve ▁Straße 日本語 ▁▁ ▁▁▁▁ ▁def return self ▁1 20 24"
+    )
     pieces: dict[str, None] = {}
     for word in words.split(" "):
         for cut in range(2, len(word) + 1):

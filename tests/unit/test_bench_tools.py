@@ -1,0 +1,78 @@
+"""The benchmarks run: on a tiny package, where their figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import pytest
+from dev import ROOT
+
+PackageMaker = Callable[..., Path]
+
+
+def bench(name: str, *args: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tools" / "bench" / f"{name}.py"), *args, "--json"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["hardware"]["usable_cores"] >= 1
+    assert "onnxruntime" in figures["versions"]
+    return dict(figures)
+
+
+def test_compare(tiny_package: PackageMaker) -> None:
+    pair = [f"a={tiny_package('fp32')}", f"b={tiny_package('fp32')}"]
+    small = ["--prefill", "16", "--rows", "1,3", "--contexts", "8,40", "--rounds", "2"]
+    cases = bench("compare", *pair, *small)["cases"]
+    assert [c["case"] for c in cases] == [
+        "prefill 16",
+        *(f"decode {rows} x {context}" for context in (8, 40) for rows in (1, 3)),
+    ]
+    for case in cases:
+        assert min(case["tok_s"].values()) > 0
+        assert case["ratios"]["a/b"] > 0
+
+
+def test_host_share(tiny_package: PackageMaker) -> None:
+    small = ["--rows", "1,2", "--steps", "4", "--rounds", "2"]
+    cases = bench("host_share", str(tiny_package("fp32")), *small)["cases"]
+    assert [c["rows"] for c in cases] == [1, 2, 1, 2]
+    assert all(c["outside_share"] < 1 for c in cases)
+
+
+def test_memory(tiny_package: PackageMaker) -> None:
+    figures = bench("memory", str(tiny_package("fp32")), "--tokens", "80")
+    peaks = [figures[f"{name}_rss_bytes"] for name in ("import", "load", "peak")]
+    assert 0 < peaks[0] <= peaks[1] <= peaks[2]
+
+
+def test_soak(tiny_package: PackageMaker) -> None:
+    package = str(tiny_package("fp32"))
+    figures = bench("soak", package, "--requests", "150", "--warm-up", "100")
+    assert sum(figures["ends"].values()) == 150
+    assert figures["ends"].keys() == {"length", "cancelled"}
+
+
+def test_packages_have_names() -> None:
+    assert common.named_package("row=a/b") == ("row", Path("a/b"))
+    assert common.named_package("a/b") == ("b", Path("a/b"))
+
+
+def test_turns_are_taken() -> None:
+    order: list[str] = []
+
+    def measure(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    values = common.take_turns({n: partial(measure, n) for n in "ab"}, rounds=2)
+    assert order == list("ababab")
+    assert values == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert common.pair_ratio(values, "a", "b") == pytest.approx((3 / 4 + 5 / 6) / 2)

@@ -1,0 +1,129 @@
+"""Time outside the model: decoding through `Runtime` against a bare loop of the same run calls.
+
+    python tools/bench/host_share.py DIR [--rows 1,4,16] [--rounds 5] [--json]
+
+A round decodes `--steps` steps with all sequences running, then makes as many bare calls of the
+same session, bound to the same buffers, at the length the sequences had half way. Scheduling,
+sampling, detokenizing, binding and handing over to another thread are in the first only.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+
+from headrace.runtime import Runtime
+from headrace.runtime.bench import decode_plan
+
+PROMPT_TOKENS = 64
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 0.8, top_p 0.95": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
+}
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("package", type=Path, metavar="DIR")
+    parser.add_argument("--rows", type=common.numbers, default=(1, 4, 16), metavar="LIST")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    cases = []
+    with Runtime.load(
+        args.package, max_sequences=max(args.rows), num_threads=args.threads
+    ) as runtime:
+        for sampling, options in SAMPLING.items():
+            for rows in args.rows:
+                case = measure(runtime, rows, options, args.steps, args.rounds)
+                cases.append({"sampling": sampling, "rows": rows, **case})
+        name = runtime.capabilities.name
+    lines = [f"{'':30}{'rows':>6}{'step ms':>10}{'bare ms':>10}{'outside':>10}{'own count':>11}"]
+    for c in cases:
+        lines.append(
+            f"{c['sampling']:30}{c['rows']:6}{c['step_ms']:10.3f}{c['bare_ms']:10.3f}"
+            f"{c['outside_share']:10.1%}{c['counted_share']:11.1%}"
+        )
+    figures = common.report({"backend": name, "steps": args.steps, "cases": cases})
+    common.show(figures, lines, as_json=args.json)
+
+
+def measure(
+    runtime: Runtime, rows: int, options: dict[str, Any], steps: int, rounds: int
+) -> dict[str, float]:
+    """Medians over the rounds; `outside_share` is 1 - bare / whole of each round, and
+    `counted_share` what the engine's own step log says."""
+    whole, bare, counted = [], [], []
+    for number in range(rounds + 1):
+        step_ms, counted_share = _decode(runtime, rows, options, steps, seed=number)
+        bare_ms = _bare(runtime, rows, steps)
+        if number:  # the first round warms up
+            whole.append(step_ms)
+            bare.append(bare_ms)
+            counted.append(counted_share)
+    shares = [1 - b / w for b, w in zip(bare, whole, strict=True)]
+    return {
+        "step_ms": median(whole),
+        "bare_ms": median(bare),
+        "outside_share": median(shares),
+        "counted_share": median(counted),
+    }
+
+
+def _decode(
+    runtime: Runtime, rows: int, options: dict[str, Any], steps: int, seed: int
+) -> tuple[float, float]:
+    """Wall ms a step while all rows decode, and the share of it that the engine counted as its own.
+
+    This thread reads every answer, as a server would. The one that started last sets the pace: what
+    the others wrote is there already.
+    """
+    rng = random.Random(seed)
+    vocab = runtime.capabilities.vocab_size
+    length = steps + 16 * rows + 32  # others go on while the last prompt is read
+    requests = [
+        runtime.submit(
+            [rng.randrange(vocab) for _ in range(PROMPT_TOKENS)],
+            max_new_tokens=length,
+            ignore_eos=True,
+            **options,
+        )
+        for _ in range(rows)
+    ]
+    deltas = [iter(request) for request in requests]
+    for stream in deltas:
+        next(stream)
+    start = time.perf_counter()
+    for _ in range(steps):
+        for stream in deltas:
+            next(stream)
+    wall_ms = (time.perf_counter() - start) * 1e3
+    for request in requests:
+        request.cancel()
+        request.result()
+    records = [step for step in runtime.steps if step.num_rows == rows == step.num_tokens][-steps:]
+    model_ms = sum(record.model_ms for record in records)
+    host_ms = sum(record.host_ms for record in records)
+    return wall_ms / steps, host_ms / (host_ms + model_ms)
+
+
+def _bare(runtime: Runtime, rows: int, steps: int) -> float:
+    """Wall ms of one run call with the binding that the engine's decode steps use."""
+    backend: Any = runtime._engine._backend
+    plan = decode_plan(rows, PROMPT_TOKENS + steps // 2)
+    bound = backend._bound_step(plan.rows)
+    bound.write(plan.rows)
+    run, binding = backend._session.run_with_iobinding, bound.binding
+    start = time.perf_counter()
+    for _ in range(steps):
+        run(binding)
+    return (time.perf_counter() - start) * 1e3 / steps
+
+
+if __name__ == "__main__":
+    main()

@@ -22,10 +22,8 @@ TREE = frozenset(
 OTHERS = {
     ("runtime", "AttributeError"): "what a module's __getattr__ has to raise",
     ("runtime.api", "TypeError"): "caught in the same function, with Python's own",
-    (
-        "runtime.mailbox",
-        "RuntimeError",
-    ): "what asyncio raises for a loop that is gone; caught above",
+    ("runtime.cli", "ArgumentTypeError"): "how a type tells argparse of wrong usage",
+    ("runtime.mailbox", "RuntimeError"): "what asyncio raises for a loop that is gone",
     ("runtime.worker", "TimeoutError"): "what a wait with a timeout raises all over Python",
     ("runtime.template_sandbox", "SecurityError"): "Jinja's; ChatTemplate makes it a TemplateError",
     ("runtime.template_sandbox", "LimitError"): "a SecurityError",

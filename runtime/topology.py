@@ -1,8 +1,11 @@
-"""Names, flags and kinds of cores."""
+"""Names and flags of processors, and kinds of cores, from /proc and /sys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # py-cpuinfo and the kernel spell some features differently.
 _SPELLINGS = {
@@ -13,86 +16,160 @@ _SPELLINGS = {
     "amxbf16": "amx_bf16",
     "asimddp": "dotprod",
 }
+_MAX_CPUS = 1 << 16
 
 
-def cpu_name_and_flags(root: Path = Path("/")) -> tuple[str, frozenset[str]]:
-    """Brand string and listed instruction sets.
+@dataclass(frozen=True, slots=True)
+class CpuName:
+    """`vendor` as CPUID gives it ("GenuineIntel"), `brand` the model's name; empty if unknown."""
 
-    On Linux /proc/cpuinfo is read directly: py-cpuinfo asks half a dozen programs as well and
-    takes a second, which loading a model should not.
+    vendor: str
+    brand: str
+    flags: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreCounts:
+    """Hyper-threads of one core count once, except in `logical`.
+
+    Attributes:
+        logical: processors that are online.
+        physical: cores that they belong to.
+        performance: cores of the fastest kind.
+        allowed_physical: cores behind the processors that this process may run on.
+        allowed_performance: those of them that are of the fastest kind, or all if none is.
     """
+
+    logical: int
+    physical: int
+    performance: int
+    allowed_physical: int
+    allowed_performance: int
+
+
+def read_cpuinfo(root: Path = Path("/")) -> CpuName:
+    """From /proc/cpuinfo; empty where there is none (Windows, macOS)."""
     try:
-        name, flags = parse_cpuinfo((root / "proc/cpuinfo").read_text(encoding="utf-8"))
+        return parse_cpuinfo((root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        name, flags = "", frozenset()
-    if flags:
-        return name, flags
-    import cpuinfo
-
-    info = cpuinfo.get_cpu_info()
-    return str(info.get("brand_raw", "")), _normalized(info.get("flags", []))
+        return CpuName("", "", frozenset())
 
 
-def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
-    """Brand string and flags of the first processor in /proc/cpuinfo (x86 or Arm)."""
+def parse_cpuinfo(text: str) -> CpuName:
+    """The first processor in the text of /proc/cpuinfo (x86 or Arm)."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, found, value = line.partition(":")
         if found:
             fields.setdefault(key.strip().lower(), value.strip())
     flags = fields.get("flags") or fields.get("features") or ""
-    return fields.get("model name", ""), _normalized(flags.split())
+    brand = fields.get("model name", "")
+    return CpuName(fields.get("vendor_id", ""), brand, _normalized(flags.split()))
 
 
-def performance_cores(root: Path = Path("/")) -> int | None:
-    """Physical cores of the fastest kind; None where all are alike or nothing is known.
+def ask_py_cpuinfo() -> tuple[CpuName, dict[str, Any]]:
+    """What py-cpuinfo finds, and all of its fields.
+
+    It asks half a dozen programs and takes more than a second on Linux, so loading a model does
+    without it wherever /proc/cpuinfo or executed instructions tell enough.
+    """
+    import cpuinfo
+
+    fields: dict[str, Any] = cpuinfo.get_cpu_info() or {}
+    vendor, brand = str(fields.get("vendor_id_raw", "")), str(fields.get("brand_raw", ""))
+    return CpuName(vendor, brand, _normalized(fields.get("flags") or [])), fields
+
+
+def count_cores(root: Path, allowed: Iterable[int]) -> CoreCounts | None:
+    """Counts from /sys/devices/system/cpu; None where that does not exist.
+
+    `allowed` are the processors that affinity leaves to this process.
+    """
+    online = _cpu_list(root / "sys/devices/system/cpu/online")
+    if not online:
+        return None
+    siblings = {cpu: _siblings(root, cpu) for cpu in online}
+    fast = _fast_cpus(root, online) or online
+    allowed_here = online & frozenset(allowed) or online
+
+    def cores(cpus: Iterable[int]) -> int:
+        return len({siblings[cpu] for cpu in cpus})
+
+    return CoreCounts(
+        logical=len(online),
+        physical=cores(online),
+        performance=cores(fast),
+        allowed_physical=cores(allowed_here),
+        allowed_performance=cores(allowed_here & fast or allowed_here),
+    )
+
+
+def count_numa_nodes(root: Path = Path("/")) -> int:
+    """Memory nodes that have processors; 1 where nothing is known."""
+    nodes = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return max(1, sum(1 for path in nodes if _cpu_list(path)))
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, dash, last = part.partition("-")
+        low, high = int(first), int(last if dash else first)
+        if not 0 <= low <= high < _MAX_CPUS:
+            raise ValueError(f"{part!r} is no range of processors")
+        cpus.update(range(low, high + 1))
+    return frozenset(cpus)
+
+
+def _fast_cpus(root: Path, online: frozenset[int]) -> frozenset[int]:
+    """Processors of the fastest kind; empty where all are alike or nothing is known.
 
     Intel's hybrid processors list their performance cores in their own PMU folder; elsewhere
     (Arm) the cores with the highest maximum frequency count, if others have clearly less.
     """
-    hybrid = root / "sys/devices/cpu_core/cpus"
-    cpus = root / "sys/devices/system/cpu"
-    try:
-        fast = parse_cpu_list(hybrid.read_text(encoding="ascii").strip())
-    except (OSError, ValueError):
-        fast = _fastest_by_frequency(cpus)
-    if not fast:
-        return None
-    return len({_core_id(cpus, cpu) for cpu in fast})
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """ "0-3,8" -> {0, 1, 2, 3, 8}."""
-    cpus: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, dash, last = part.partition("-")
-        cpus.update(range(int(first), int(last if dash else first) + 1))
-    return frozenset(cpus)
-
-
-def _fastest_by_frequency(cpus: Path) -> frozenset[int]:
-    found: dict[int, int] = {}
-    for path in cpus.glob("cpu[0-9]*/cpufreq/cpuinfo_max_freq"):
+    if hybrid := _cpu_list(root / "sys/devices/cpu_core/cpus"):
+        return hybrid & online
+    max_khz: dict[int, int] = {}
+    for cpu in online:
+        path = root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq"
         try:
-            found[int(path.parent.parent.name[3:])] = int(path.read_text(encoding="ascii"))
-        except (OSError, ValueError):
+            max_khz[cpu] = int(_text(path))
+        except ValueError:
             continue
-    if not found:
-        return frozenset()
     # Turbo bins of one kind differ by a few per cent, kinds of cores by a quarter and more.
-    limit = 0.8 * max(found.values())
-    fast = frozenset(cpu for cpu, khz in found.items() if khz >= limit)
-    return fast if len(fast) < len(found) else frozenset()
+    limit = 0.8 * max(max_khz.values(), default=0)
+    fast = frozenset(cpu for cpu, khz in max_khz.items() if khz >= limit)
+    return fast if len(fast) < len(max_khz) else frozenset()
 
 
-def _core_id(cpus: Path, cpu: int) -> tuple[str, str]:
-    topology = cpus / f"cpu{cpu}/topology"
+def _siblings(root: Path, cpu: int) -> frozenset[int]:
+    """The hyper-threads that share this processor's core, itself included."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second before Linux 5.3
+        if found := _cpu_list(topology / name):
+            return found | {cpu}
+    return frozenset({cpu})
+
+
+def _cpu_list(path: Path) -> frozenset[int]:
     try:
-        package = (topology / "physical_package_id").read_text(encoding="ascii").strip()
-        return package, (topology / "core_id").read_text(encoding="ascii").strip()
+        return parse_cpu_list(_text(path))
+    except ValueError:
+        return frozenset()
+
+
+def _text(path: Path) -> str:
+    """The file's text, empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
     except OSError:
-        return "", str(cpu)
+        return ""
 
 
-def _normalized(flags: list[str]) -> frozenset[str]:
+def _normalized(flags: Iterable[str]) -> frozenset[str]:
     return frozenset(_SPELLINGS.get(flag.lower(), flag.lower()) for flag in flags)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.runtime.errors import ConfigError
 from headrace.runtime.hardware import HardwareInfo
 
+# onnxruntime 1.32 has tile kernels for 8-bit integers only; its bf16 ones do not exist.
+_TILES = "amx_int8"
 _VNNI = ("avx512_vnni", "avx_vnni")
 
 
@@ -32,34 +35,29 @@ def choose_threads(hardware: HardwareInfo, requested: int | None) -> ThreadChoic
     """One thread for each core that may be used: performance cores, one thread a physical core,
     within affinity and quota.
 
+    Hyper-threads can be had by asking for them, more than affinity or quota allow cannot: threads
+    of one session wait for each other, so a descheduled one stalls all.
+
     Raises:
-        ConfigError: more were asked for than this process may use.
+        ConfigError: more were asked for than this process may use; names the allowance.
     """
-    allowed = _allowed(hardware)
-    if requested is not None:
-        if requested > allowed:
-            raise ConfigError("num_threads", requested, f"at most {allowed} on this machine")
-        return ThreadChoice(requested, "as asked for")
-    limits = {
-        "performance cores": hardware.performance_cores,
-        "physical cores": hardware.physical_cores,
-        "cores allowed by affinity": hardware.allowed_cores,
-        "cores of the cgroup's quota": hardware.quota_cores,
-    }
-    usable = hardware.usable_cores
-    deciding = [name for name, cores in limits.items() if cores is not None and cores <= usable]
-    return ThreadChoice(usable, f"{usable} {deciding[-1] if deciding else 'core'}")
+    if requested is None:
+        return ThreadChoice(hardware.usable_cores, _deciding_limit(hardware))
+    allowed, why = _allowance(hardware)
+    if not 1 <= requested <= allowed:
+        raise ConfigError("num_threads", requested, f"1 to {allowed} ({why}), or None")
+    return ThreadChoice(requested, f"as asked for, of {allowed} allowed ({why})")
 
 
 def choose_kernels(hardware: HardwareInfo) -> KernelChoice:
     """The integer GEMM that the processor has.
 
-    Without VNNI, x86-64 multiplies u8 by s8 into saturating 16-bit sums: results are wrong by
-    thousands unless ONNX Runtime is told to prefer precision.
+    Without VNNI, x86-64 multiplies u8 by s8 into saturating 16-bit sums: results are wrong by a
+    quarter of their range unless ONNX Runtime is told to prefer precision.
     """
     if not hardware.is_x86_64:
         return KernelChoice(hardware.machine, {}, None)
-    if "amx_int8" in hardware.features:
+    if _TILES in hardware.features:
         return KernelChoice("amx", {}, None)
     if any(name in hardware.features for name in _VNNI):
         return KernelChoice("vnni", {}, None)
@@ -70,8 +68,28 @@ def choose_kernels(hardware: HardwareInfo) -> KernelChoice:
     )
 
 
-def _allowed(hardware: HardwareInfo) -> int:
-    """The most threads a user may ask for: hyper-threads too, but not beyond affinity or quota."""
-    quota = hardware.quota_cores
-    within_quota = hardware.allowed_cores if quota is None else max(1, -int(-quota // 1))
-    return max(1, min(hardware.allowed_cores, within_quota))
+def _allowance(hardware: HardwareInfo) -> tuple[int, str]:
+    """The most threads a user may ask for, hyper-threads too, and what limits them."""
+    allowed, quota = max(1, hardware.allowed_cores), hardware.quota_cores
+    if quota is not None and max(1, math.ceil(quota)) < allowed:
+        return max(1, math.ceil(quota)), f"the cgroup's quota is {quota:g} cores"
+    return allowed, f"{_count(allowed, 'logical core')} left by affinity"
+
+
+def _deciding_limit(hardware: HardwareInfo) -> str:
+    """The limit that `usable_cores` comes from, the last one that took something away."""
+    hw = hardware
+    if hw.quota_cores is not None and math.ceil(hw.quota_cores) < hw.allowed_performance_cores:
+        return f"the cgroup's quota is {hw.quota_cores:g} cores"
+    if hw.allowed_cores < hw.logical_cores:
+        cores = _count(hw.allowed_performance_cores, "physical core")
+        return f"affinity leaves {cores} of {hw.physical_cores}"
+    if hw.performance_cores < hw.physical_cores:
+        return f"{_count(hw.performance_cores, 'performance core')} of {hw.physical_cores} cores"
+    if hw.physical_cores < hw.logical_cores:
+        return f"one for each of {_count(hw.physical_cores, 'physical core')}, no hyper-threads"
+    return f"one for each of {_count(hw.physical_cores, 'core')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

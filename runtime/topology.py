@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ _SPELLINGS = {
     "amxbf16": "amx_bf16",
     "asimddp": "dotprod",
 }
-_MAX_CPUS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +111,13 @@ def count_numa_nodes(root: Path = Path("/")) -> int:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """ "0-3,8" -> {0, 1, 2, 3, 8}.
-
-    Raises:
-        ValueError: it is no such list.
-    """
+    """ "0-3,8" -> {0, 1, 2, 3, 8}; empty for what is no such list."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
-        first, dash, last = part.partition("-")
-        low, high = int(first), int(last if dash else first)
-        if not 0 <= low <= high < _MAX_CPUS:
-            raise ValueError(f"{part!r} is no range of processors")
-        cpus.update(range(low, high + 1))
+        if (match := re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)) is None:
+            return frozenset()
+        first, last = match.groups()
+        cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
 
 
@@ -136,11 +131,9 @@ def _fast_cpus(root: Path, online: frozenset[int]) -> frozenset[int]:
         return hybrid & online
     max_khz: dict[int, int] = {}
     for cpu in online:
-        path = root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq"
-        try:
-            max_khz[cpu] = int(_text(path))
-        except ValueError:
-            continue
+        khz = _text(root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/cpuinfo_max_freq").strip()
+        if re.fullmatch(r"[0-9]{1,12}", khz):
+            max_khz[cpu] = int(khz)
     # Turbo bins of one kind differ by a few per cent, kinds of cores by a quarter and more.
     limit = 0.8 * max(max_khz.values(), default=0)
     fast = frozenset(cpu for cpu, khz in max_khz.items() if khz >= limit)
@@ -157,10 +150,7 @@ def _siblings(root: Path, cpu: int) -> frozenset[int]:
 
 
 def _cpu_list(path: Path) -> frozenset[int]:
-    try:
-        return parse_cpu_list(_text(path))
-    except ValueError:
-        return frozenset()
+    return parse_cpu_list(_text(path))
 
 
 def _text(path: Path) -> str:

@@ -159,7 +159,7 @@ def write_row_int8_graph(folder: Path, codes: np.ndarray, scales: np.ndarray) ->
 def row_int8_product(x: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     step = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 / 127)
     q = np.rint(x / step).astype(np.int32)
-    return (q @ codes.astype(np.int32)) * scales.astype(np.float64) * step
+    return np.asarray((q @ codes.astype(np.int32)) * scales.astype(np.float64) * step)
 
 
 DECODE = """

@@ -18,6 +18,11 @@ from typing import Any
 
 import common
 
+from headrace.backends.ort_import import load_onnxruntime
+from headrace.runtime import Runtime
+from headrace.runtime.bench import peak_rss_bytes
+from headrace.runtime.manifest import read_manifest
+
 NEW_TOKENS = 64
 BASE_BYTES = 60_000_000
 ALLOWANCE = 1.3
@@ -51,21 +56,14 @@ def main() -> None:
             (f"{ALLOWANCE} x (weights + KV + 60 MB)", "limit_bytes"),
         ]
     ]
-    lines.append(f"{'imports':34}{figures['import_s']:10.2f} s")
     lines.append(f"{'Runtime.load, files in the cache':34}{figures['load_s']:10.2f} s")
     common.show(figures, lines, as_json=args.json)
 
 
 def measure_here(folder: Path, sequences: int, tokens: int, threads: int | None) -> dict[str, Any]:
     """Load, decode all sequences together to their full length, and say what it took."""
-    start = time.perf_counter()
-    from headrace.backends.ort_import import load_onnxruntime
-    from headrace.runtime import Runtime
-    from headrace.runtime.bench import peak_rss_bytes
-    from headrace.runtime.manifest import read_manifest
-
     load_onnxruntime()
-    import_s, import_rss_bytes = time.perf_counter() - start, peak_rss_bytes()
+    import_rss_bytes = peak_rss_bytes()
     rng = random.Random(0)
     start = time.perf_counter()
     with Runtime.load(folder, max_sequences=sequences, num_threads=threads) as runtime:
@@ -79,7 +77,6 @@ def measure_here(folder: Path, sequences: int, tokens: int, threads: int | None)
     return {
         "weight_bytes": read_manifest(folder).targets[0].weight_bytes,
         "kv_bytes": sequences * tokens * caps.kv_bytes_per_token,
-        "import_s": import_s,
         "load_s": load_s,
         "import_rss_bytes": import_rss_bytes,
         "load_rss_bytes": load_rss_bytes,

@@ -52,4 +52,5 @@ def load_onnxruntime() -> ModuleType:
                 "headrace[cpu] (or headrace[cuda], not both)"
             )
         onnxruntime.disable_telemetry_events()
-        return onnxruntime
+        module: ModuleType = onnxruntime
+        return module

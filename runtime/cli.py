@@ -204,7 +204,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from headrace.runtime import doctor
 
     found = doctor.collect()
-    print(_json(found) if args.json else doctor.render(found))
+    print(_json(found.to_dict()) if args.json else doctor.render(found))
     return 0
 
 

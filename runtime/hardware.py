@@ -122,7 +122,7 @@ def _cpu(root: Path) -> _Cpu:
     elif isa_probe.obstacle() is None:
         probes = isa_probe.probe(isa_probe.PROBED)
     else:
-        listed, _ = topology.ask_py_cpuinfo()
+        listed = topology.ask_py_cpuinfo()
         probes = isa_probe.probe(listed.flags)
     return _Cpu(listed.vendor, listed.brand or platform.processor(), listed.flags, probes)
 

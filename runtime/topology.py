@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # py-cpuinfo and the kernel spell some features differently.
 _SPELLINGS = {
@@ -67,17 +66,20 @@ def parse_cpuinfo(text: str) -> CpuName:
     return CpuName(fields.get("vendor_id", ""), brand, _normalized(flags.split()))
 
 
-def ask_py_cpuinfo() -> tuple[CpuName, dict[str, Any]]:
-    """What py-cpuinfo finds, and all of its fields.
+def ask_py_cpuinfo() -> CpuName:
+    """What py-cpuinfo finds; empty where it finds nothing.
 
     It asks half a dozen programs and takes more than a second on Linux, so loading a model does
     without it wherever /proc/cpuinfo or executed instructions tell enough.
     """
     import cpuinfo
 
-    fields: dict[str, Any] = cpuinfo.get_cpu_info() or {}
+    try:
+        fields = cpuinfo.get_cpu_info() or {}
+    except Exception:  # what it raises, bare, for an architecture that it does not know
+        fields = {}
     vendor, brand = str(fields.get("vendor_id_raw", "")), str(fields.get("brand_raw", ""))
-    return CpuName(vendor, brand, _normalized(fields.get("flags") or [])), fields
+    return CpuName(vendor, brand, _normalized(fields.get("flags") or []))
 
 
 def count_cores(root: Path, allowed: Iterable[int]) -> CoreCounts | None:

@@ -7,6 +7,7 @@ usage, a value that is out of range included; 130 when interrupted.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -217,7 +218,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False)
+    return json.dumps(value, indent=1, ensure_ascii=False, default=sorted)  # sets become lists
 
 
 def _note_progress(text: str) -> None:

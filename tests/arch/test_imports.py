@@ -51,12 +51,11 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("runtime.tokenizer", "exporters"),
     "jinja2": ("runtime.chat", "runtime.template_sandbox", "runtime.template_limits"),
     "cpuinfo": ("runtime.topology",),
-    "psutil": ("runtime.hardware", "runtime.doctor", "runtime.bench", "backends"),
-    "onnx": ("exporters",),
+    "psutil": ("runtime.hardware", "runtime.bench"),
+    "pynvml": ("runtime.doctor",),
     "onnx_ir": ("exporters",),
     "gguf": ("exporters.checkpoint",),
     "safetensors": ("exporters.checkpoint",),
-    "ml_dtypes": ("exporters",),
     "rich": ("exporters.cli",),
 }
 

@@ -245,6 +245,13 @@ def test_inspect_finds_a_changed_byte(
     assert "weights.bin was changed" in capsys.readouterr().err
 
 
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    assert "onnxruntime" in capsys.readouterr().out
+    assert cli.main(["doctor", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) > 3
+
+
 def test_bench(tiny_package: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     package = tiny_package("fp32", context=4096)
     command = ["bench", str(package), "--batch", "1,3", "--prompt-tokens", "5"]

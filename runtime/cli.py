@@ -7,7 +7,6 @@ usage, a value that is out of range included; 130 when interrupted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
@@ -218,7 +217,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False, default=sorted)  # sets become lists
+    return json.dumps(value, indent=1, ensure_ascii=False)
 
 
 def _note_progress(text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import common
 
 from headrace.runtime import Runtime
-from headrace.runtime.bench import decode_plan
+from headrace.runtime.core import Row
 
 # Ordinary text: after random tokens a model is undecided, and truncation has more to look at.
 STORY = (
@@ -62,10 +62,9 @@ def measure(
     """Medians over the rounds; `outside_share` is 1 - bare / whole of each round, and
     `counted_share` what the engine's own step log says."""
     whole, bare, counted = [], [], []
-    prompt_tokens = runtime.generate(STORY, max_new_tokens=1).prompt_tokens
     for number in range(rounds + 1):
-        step_ms, counted_share = _decode(runtime, rows, options, steps, seed=number)
-        bare_ms = _bare(runtime, rows, steps, prompt_tokens + steps // 2)
+        step_ms, counted_share, past_lens = _decode(runtime, rows, options, steps, seed=number)
+        bare_ms = _bare(runtime, past_lens, steps)
         if number:  # the first round warms up
             whole.append(step_ms)
             bare.append(bare_ms)
@@ -81,8 +80,9 @@ def measure(
 
 def _decode(
     runtime: Runtime, rows: int, options: dict[str, Any], steps: int, seed: int
-) -> tuple[float, float]:
-    """Wall ms a step while all rows decode, and the share of it that the engine counted as its own.
+) -> tuple[float, float, list[int]]:
+    """Wall ms a step while all rows decode, the share of it that the engine counted as its own, and
+    the tokens that each sequence had half way.
 
     This thread reads every answer, as a server would. The one that started last sets the pace: what
     the others wrote is there already.
@@ -104,19 +104,20 @@ def _decode(
     wall_ms = (time.perf_counter() - start) * 1e3
     for request in requests:
         request.cancel()
-        request.result()
+    ends = [request.result() for request in requests]
+    past_lens = [end.prompt_tokens + end.completion_tokens - steps // 2 for end in ends]
     records = [step for step in runtime.steps if step.num_rows == rows == step.num_tokens][-steps:]
     model_ms = sum(record.model_ms for record in records)
     host_ms = sum(record.host_ms for record in records)
-    return wall_ms / steps, host_ms / (host_ms + model_ms)
+    return wall_ms / steps, host_ms / (host_ms + model_ms), past_lens
 
 
-def _bare(runtime: Runtime, rows: int, steps: int, past_len: int) -> float:
+def _bare(runtime: Runtime, past_lens: list[int], steps: int) -> float:
     """Wall ms of one run call with the binding that the engine's decode steps use."""
     backend: Any = runtime._engine._backend
-    plan = decode_plan(rows, past_len)
-    bound = backend._bound_step(plan.rows)
-    bound.write(plan.rows)
+    rows = [Row(slot, slot, past_len, (slot + 1,), 1) for slot, past_len in enumerate(past_lens)]
+    bound = backend._bound_step(rows)
+    bound.write(rows)
     run, binding = backend._session.run_with_iobinding, bound.binding
     start = time.perf_counter()
     for _ in range(steps):

@@ -138,11 +138,7 @@ def collect() -> DoctorReport:
         kernels=kernels,
         telemetry=telemetry,
         gpu=_gpu_facts(),
-        environment={
-            name: value
-            for name, value in sorted(environment.items())
-            if name.startswith(_ENVIRONMENT)
-        },
+        environment=relevant_environment(environment),
         warnings=find_warnings(ort, features, kernels, telemetry),
     )
 
@@ -156,6 +152,11 @@ def compare_features(hardware: HardwareInfo, listed: frozenset[str]) -> tuple[Fe
         Feature(name, name in hardware.flags, name in listed, works.get(name))
         for name in isa_probe.PROBED
     )
+
+
+def relevant_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that change how things run, in the order of their names."""
+    return {k: v for k, v in sorted(environment.items()) if k.startswith(_ENVIRONMENT)}
 
 
 def telemetry_state(environment: Mapping[str, str]) -> str:

@@ -154,7 +154,7 @@ def test_an_app_is_not_started_a_second_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv(isa_probe.SKIP_VARIABLE, raising=False)
     unknown = (ProbeResult("avx2", None), ProbeResult("amx_int8", None))
     listed = frozenset({"avx2", "amx_int8", "sse2"})
-    for executable in ("/opt/app/studio", "", None):
+    for executable in (str(Path("apps") / "studio"), "", None):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", executable)
             assert isa_probe.probe(listed) == unknown

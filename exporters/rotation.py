@@ -79,19 +79,22 @@ class RotatedSource:
         if name in self._norms:
             return np.ones_like(values)
         if name.removesuffix(".bias") in self._writers:
-            return values @ self._rotation
+            return np.asarray(values @ self._rotation)
         return values
 
     @cached_property
     def tied_head_matrix(self) -> Float:
         """M, float32 [hidden, hidden]: logits = (h @ M) @ (E Q)'."""
         gain = self._source.vector(f"{self._spec.final_norm}.weight")
-        return self._rotation.T @ (gain[:, None] * self._rotation)
+        return np.asarray(self._rotation.T @ (gain[:, None] * self._rotation))
 
     def _rotated(self, names: tuple[str, ...], load: Callable[[], Float]) -> Callable[[], Float]:
-        if names[0] in self._writers:
-            return lambda: self._rotation.T @ load()
-        gain_name = self._gain_before.get(names[0])
-        if gain_name is None:  # the embedding
-            return lambda: load() @ self._rotation
-        return lambda: (load() * self._source.vector(gain_name)) @ self._rotation
+        gain_name = self._gain_before.get(names[0])  # None for the embedding
+
+        def rotated() -> Float:
+            if names[0] in self._writers:
+                return np.asarray(self._rotation.T @ load())
+            gain = 1 if gain_name is None else self._source.vector(gain_name)
+            return np.asarray((load() * gain) @ self._rotation, dtype=np.float32)
+
+        return rotated

@@ -140,6 +140,7 @@ def check_graph(graph: Path, vocab_size: int) -> None:
 
 
 def _log_softmax(logits: Float) -> Float:
-    shifted = logits - logits.max(axis=1, keepdims=True)
+    shifted: Float = logits - logits.max(axis=1, keepdims=True)
     total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
-    return shifted - np.log(total).astype(np.float32)
+    result: Float = shifted - np.log(total).astype(np.float32)
+    return result

@@ -162,7 +162,7 @@ class EngineConfig:
 
     max_sequences: int = 16
     max_waiting: int = 1024
-    max_chunk_tokens: int = 512
+    max_chunk_tokens: int = 256
     inter_token_bound_ms: float = 100.0
     num_threads: int | None = None
     kv_budget_bytes: int | None = None

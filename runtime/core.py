@@ -11,10 +11,10 @@ frozen. Positions count tokens of a sequence from 0; its KV occupies positions [
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended; the values are those of OpenAI's API where it has one."""
 
     STOP = "stop"  # stop token or stop string
@@ -40,7 +40,7 @@ class Sequence:
         max_new_tokens: generated tokens at which the sequence ends with LENGTH.
         slot: KV slot while RUNNING.
         cached_len: leading tokens whose keys and values are in the slot.
-        prefix_of: sequence whose KV up to this one's prompt is copied instead of computed (`n` > 1).
+        prefix_of: sequence whose KV of the same prompt is copied instead of computed (`n` > 1).
     """
 
     seq_id: int

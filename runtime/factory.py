@@ -14,6 +14,7 @@ from headrace.runtime.engine import Engine
 from headrace.runtime.errors import PackageError
 from headrace.runtime.hardware import probe_hardware
 from headrace.runtime.manifest import Manifest, package_path, read_manifest
+from headrace.runtime.memory import trim_heap
 from headrace.runtime.text import TextStream
 from headrace.runtime.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     except BaseException:
         backend.close()
         raise
+    trim_heap()
     caps = runtime.capabilities
     logger.info(
         "loaded %s on %s: %d slots, context %d, room for %d tokens of KV",

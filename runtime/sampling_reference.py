@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.runtime.config import GenerationConfig
+from headrace.runtime.errors import RequestError
 from headrace.runtime.sampling import GREEDY_BELOW, uniform
 
 
@@ -93,8 +94,14 @@ def sample(
     seed: int,
     position: int,
 ) -> Draw:
-    """Steps 1 to 4 for the token after `prompt` and `answer`."""
+    """Steps 1 to 4 for the token after `prompt` and `answer`.
+
+    Raises:
+        RequestError: no token is left.
+    """
     adjusted = adjusted_logits(config, logits, prompt, answer, eos_token_ids)
+    if max(adjusted) == -math.inf:
+        raise RequestError("no token is left to draw")
     if config.temperature < GREEDY_BELOW:
         return Draw(adjusted.index(max(adjusted)), math.inf)
     ids, probabilities, margin = kept_tokens(config, adjusted)

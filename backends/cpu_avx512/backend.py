@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.backends.base import Capabilities, StepOutput
+from headrace.backends.cpu_avx512.calls import plan_calls
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.cpu_avx512.layout import BoundStep, ShapeKey, shape_key
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
@@ -113,36 +114,23 @@ class CpuBackend:
     def _run(self, rows: Sequence[Row]) -> StepOutput:
         if self._session is None:
             raise BackendError("the backend is not loaded or was closed")
-        outputs = [self._run_call(call) for call in self._calls(rows)]
-        if len(outputs) == 1:
-            return outputs[0]
-        # The calls of a uniform graph share the logits buffer, so each was copied.
-        empty = np.empty((0, self._logits.shape[1]), np.float32)
-        return StepOutput(
-            np.concatenate([empty, *(o.logits for o in outputs)]),
-            np.concatenate([np.empty(0, np.float32), *(o.entropy_nats for o in outputs)]),
-            sum(o.model_ms for o in outputs),
-        )
-
-    def _calls(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-        """Rows that can share a call of the graph: all of them, if it takes ragged rows.
-
-        A uniform graph takes one slot with any number of tokens, or neighbouring slots with one
-        token each (an idle slot would be written to).
-        """
-        if self._ragged:
-            if rows:
-                yield rows
-            return
-        group: list[Row] = []
-        for row in rows:
-            alone = len(row.tokens) > 1
-            if group and (alone or row.slot != group[-1].slot + 1 or len(group[-1].tokens) > 1):
-                yield group
-                group = []
-            group.append(row)
-        if group:
-            yield group
+        calls = plan_calls(rows, ragged=self._ragged, num_heads=self._manifest.model.num_heads)
+        if len(calls) == 1:
+            return self._run_call([part.row for part in calls[0]])
+        num_logits = sum(row.num_logits for row in rows)
+        logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
+        entropy = np.empty(num_logits, np.float32)
+        model_ms = 0.0
+        for call in calls:
+            out = self._run_call([part.row for part in call])
+            model_ms += out.model_ms
+            done = 0
+            for part in call:
+                here = slice(part.first_logit, part.first_logit + part.row.num_logits)
+                there = slice(done, done + part.row.num_logits)
+                logits[here], entropy[here] = out.logits[there], out.entropy_nats[there]
+                done = there.stop
+        return StepOutput(logits, entropy, model_ms)
 
     def _run_call(self, rows: Sequence[Row]) -> StepOutput:
         step = self._bound_step(rows)
@@ -151,10 +139,8 @@ class CpuBackend:
         with map_ort_errors("running a step"):
             self._session.run_with_iobinding(step.binding)
         model_ms = (time.perf_counter() - start) * 1e3
-        logits, entropy = step.logits[: step.num_logits], step.entropy[: step.num_logits]
-        if not self._ragged:
-            logits, entropy = logits.copy(), entropy.copy()
-        return StepOutput(logits, entropy, model_ms)
+        n = step.num_logits
+        return StepOutput(step.logits[:n], step.entropy[:n], model_ms)
 
     def _bound_step(self, rows: Sequence[Row]) -> BoundStep:
         key = shape_key(rows)

@@ -181,7 +181,8 @@ def mixing_matrix() -> Float:
 
 def mix_runs(weight: Float) -> Float:
     """float32 [out, in]: every run of MIX_WIDTH inputs in the mixed basis."""
-    return (weight.reshape(-1, MIX_WIDTH) @ mixing_matrix()).reshape(weight.shape)
+    mixed: Float = weight.reshape(-1, MIX_WIDTH) @ mixing_matrix()
+    return mixed.reshape(weight.shape)
 
 
 def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:

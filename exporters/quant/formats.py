@@ -60,13 +60,14 @@ class Blocks:
     def dequantize(self) -> Float:
         out, blocks = self.scales.shape
         codes = self.codes if self.bits == 8 else unpack_nibbles(self.codes)
-        zero: NDArray[np.generic] | np.float32
+        zero: Float
         if self.zero_points is None:
-            zero = np.float32(1 << (self.bits - 1))
+            zero = np.float32([1 << (self.bits - 1)])
         elif self.zero_points.dtype == np.uint8:
-            zero = unpack_nibbles(self.zero_points)[:, :blocks, None]
+            packed = self.zero_points.view(np.uint8)
+            zero = unpack_nibbles(packed)[:, :blocks, None].astype(np.float32)
         else:
-            zero = self.zero_points[:, :, None]
+            zero = self.zero_points.view(np.float32)[:, :, None]
         values = (codes.astype(np.float32) - zero) * self.scales[:, :, None]
         return np.asarray(values, dtype=np.float32).reshape(out, -1)
 

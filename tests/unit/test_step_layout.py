@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.backends.cpu_avx512.calls import MAX_SCORE_BYTES, plan_calls
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.cpu_avx512.layout import ShapeKey, shape_key, step_indices
 from headrace.runtime.core import Row
@@ -53,6 +54,60 @@ def test_shape_key_ignores_what_changes_every_step() -> None:
     first = [Row(1, 0, 5, (7,), 1), Row(2, 3, 9, (8, 9), 2)]
     later = [Row(1, 0, 6, (1,), 1), Row(2, 3, 11, (2, 3), 2)]
     assert shape_key(first) == shape_key(later) == ((0, 1, 1), (3, 2, 2))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Row]:
+    slots = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=8)))
+    rows = []
+    for slot in slots:
+        n = draw(st.sampled_from([1, 1, 2, 16, 17, 40, 300]))
+        tokens = tuple(range(slot * 1000, slot * 1000 + n))
+        past = draw(st.sampled_from([0, 5, 100_000]))
+        rows.append(Row(slot, slot, past, tokens, draw(st.integers(0, n))))
+    return rows
+
+
+@given(steps(), st.booleans())
+def test_calls_cover_every_token_and_logit_once(rows: list[Row], ragged: bool) -> None:
+    calls = plan_calls(rows, ragged=ragged, num_heads=32)
+    fed: dict[int, list[int]] = {}
+    past = {row.slot: row.past_len for row in rows}
+    logits: dict[int, int] = {}
+    for call in calls:
+        slots = [part.row.slot for part in call]
+        assert slots == sorted(set(slots))
+        for part in call:
+            row = part.row
+            assert row.past_len == past[row.slot]  # pieces in order, nothing skipped
+            past[row.slot] += len(row.tokens)
+            fed.setdefault(row.slot, []).extend(row.tokens)
+            for i in range(row.num_logits):
+                token = row.tokens[len(row.tokens) - row.num_logits + i]
+                assert logits.setdefault(part.first_logit + i, token) == token
+    assert fed == {row.slot: list(row.tokens) for row in rows}
+    wanted = [t for row in rows for t in row.tokens[len(row.tokens) - row.num_logits :]]
+    assert [logits[i] for i in range(len(wanted))] == wanted and len(logits) == len(wanted)
+
+
+@given(steps())
+def test_scores_are_bounded_and_decode_rows_stay_together(rows: list[Row]) -> None:
+    calls = plan_calls(rows, ragged=True, num_heads=32)
+    for call in calls:
+        for part in call:
+            n, end = len(part.row.tokens), part.row.past_len + len(part.row.tokens)
+            assert n <= 16 or 4 * 32 * n * end <= MAX_SCORE_BYTES
+    decoding = {row.slot for row in rows if len(row.tokens) == 1}
+    assert sum(any(p.row.slot in decoding for p in call) for call in calls) <= 1
+
+
+@given(steps())
+def test_uniform_calls_have_no_idle_slot(rows: list[Row]) -> None:
+    for call in plan_calls(rows, ragged=False, num_heads=32):
+        if len(call) > 1:
+            first = call[0].row.slot
+            assert [part.row.slot for part in call] == list(range(first, first + len(call)))
+            assert {len(part.row.tokens) for part in call} == {1}
 
 
 def storage(**changes: int) -> KvStorage:

@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from peers import report, run, starting  # noqa: E402 (found through the line above)
 from peers.client import Client, IllegalInstructionError  # noqa: E402
 from peers.environments import PeerError, run_logged  # noqa: E402
-from peers.machine import count_cores, cpu_name_of  # noqa: E402
-from peers.measure import Plan, Sample, measure, windows  # noqa: E402
+from peers.machine import busy_cpu_s, busy_cpu_s_of, count_cores, cpu_name_of  # noqa: E402
+from peers.measure import MAX_ATTEMPTS, Plan, Sample, is_disturbed, measure, windows  # noqa: E402
 from peers.specs import PEERS  # noqa: E402
 from peers.worker import answer_all  # noqa: E402
 
@@ -39,7 +39,7 @@ def quiet(_text: str) -> None:
 
 def sample(peer: str, round_: int, first_s: float, wall_s: float, batch: int = 2) -> Sample:
     tokens = tuple((1, 2, 3, 4, 5) for _ in range(batch))
-    return Sample(peer, batch, round_, first_s, wall_s, 10.0, 0.01, tokens)
+    return Sample(peer, batch, round_, first_s, wall_s, 10.0, 0.01, None, tokens)
 
 
 class Doubler:
@@ -71,7 +71,7 @@ class TestWorker:
     def test_answers_what_it_is_asked(self) -> None:
         loaded, ran = ask(LOAD, {"op": "run", "prompts": [[1, 5], [7]], "new_tokens": 2})
         assert loaded["about"] == {"model": "m"} and loaded["load_s"] >= 0
-        assert ran["token_ids"] == [[10, 20], [14, 28]] and ran["wall_s"] >= 0
+        assert ran["token_ids"] == [[10, 20], [14, 28]] and min(ran["wall_s"], ran["cpu_s"]) >= 0
         assert ran["idle_s"] >= 0 and ran["idle_cpu_s"] >= 0
 
     def test_an_error_is_an_answer_and_the_worker_goes_on(self) -> None:
@@ -153,10 +153,19 @@ class Scripted:
         self.prompts += [tuple(p) for p in prompts]
         if len(prompts) >= self.fails_at:
             raise PeerError("died of SIGSEGV")
-        ids = [[1] * new_tokens for _ in prompts]
-        return {"wall_s": float(new_tokens), "idle_s": 1.0, "idle_cpu_s": 0.0, "token_ids": ids}
+        times = {"wall_s": float(new_tokens), "cpu_s": 0.0, "idle_s": 1.0, "idle_cpu_s": 0.0}
+        return {**times, "token_ids": [[1] * new_tokens for _ in prompts]}
 
 
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the machine's clock of CPU time shows, one look after the other; then it stands."""
+    looks: list[float] = []
+    monkeypatch.setattr("peers.measure.busy_cpu_s", lambda: looks.pop(0) if looks else 9e9)
+    return looks
+
+
+@pytest.mark.usefixtures("busy")
 class TestRounds:
     def test_peers_take_turns(self) -> None:
         turns: list[tuple[str, int, int]] = []
@@ -184,6 +193,23 @@ class TestRounds:
         assert failures == {"a": "at 2 at once: died of SIGSEGV"}
         assert [s.peer for s in samples] == ["a", "b", "a", "b", "b", "b"]
         assert turns.count(("a", 2, 1)) == 1  # not asked again
+
+    def test_disturbed_rounds_are_measured_again(self, busy: list[float]) -> None:
+        busy += [0, 0, 0, 1e6]  # the warm-up, then a round in which others were at work
+        plan = replace(PLAN, batches=(1,))
+        runners = {"a": Scripted("a", [])}
+        samples, _ = measure(runners, plan, TEXT, quiet, settle_s=0)
+        assert [s.round for s in samples] == [2, 3] and not is_disturbed(samples)
+
+    def test_disturbed_rounds_are_better_than_none(self, busy: list[float]) -> None:
+        busy += [1e6 * i for i in range(1000)]
+        turns: list[tuple[str, int, int]] = []
+        plan = replace(PLAN, batches=(1,))
+        samples, _ = measure({"a": Scripted("a", turns)}, plan, TEXT, quiet, settle_s=0)
+        assert [s.round for s in samples] == [1, 2] and is_disturbed(samples)
+        assert len(turns) == 2 * (1 + MAX_ATTEMPTS * plan.repeats)
+        (note,) = report.disturbance_notes(report.summarize(samples, "a"), {"a": "A"})
+        assert "in 2 of the 2 rounds of A with 1 at once" in note
 
     @pytest.mark.model
     def test_the_text_is_the_licence(self) -> None:
@@ -274,6 +300,11 @@ class TestMachine:
         text = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n"
         assert cpu_name_of(text * 2) == "AMD EPYC (cpu family 25, model 17)"
         assert cpu_name_of("processor : 0")
+
+    def test_counts_busy_time(self) -> None:
+        stat = "cpu  100 20 30 5000 600 7 8 9 10 11\ncpu0 1 2 3\n"
+        assert busy_cpu_s_of(stat, ticks_per_s=100) == 1.74
+        assert (busy_cpu_s() or 1) > 0
 
     def test_counts_cores_not_threads(self) -> None:
         assert count_cores(["0,4\n", "1,5\n", "0,4\n"]) == 2

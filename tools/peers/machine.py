@@ -36,6 +36,20 @@ def this_machine() -> Machine:
     )
 
 
+def busy_cpu_s() -> float | None:
+    """CPU time that all processes of this machine have used, in seconds; None where untold."""
+    try:
+        return busy_cpu_s_of(Path("/proc/stat").read_text("utf-8"), os.sysconf("SC_CLK_TCK"))
+    except OSError:
+        return None
+
+
+def busy_cpu_s_of(stat: str, ticks_per_s: int) -> float:
+    """From the text of /proc/stat: all but idle and waiting for disks; guests are in user."""
+    user, nice, system, _idle, _disks, *interrupts = (int(n) for n in stat.split()[1:9])
+    return (user + nice + system + sum(interrupts)) / ticks_per_s
+
+
 def _cpu_name() -> str:
     """Name, family, model and stepping on Linux: virtual machines tell little in the name."""
     try:

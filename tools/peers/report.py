@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from peers.measure import Sample
+from peers.measure import Sample, is_disturbed
 
 MAX_IDLE_SHARE = 0.05  # of one core; a peer above it may have slowed down the others
 
@@ -47,6 +47,7 @@ class Row:
         agreement: mean share of a sequence's new tokens before the first that is not the
             reference's.
         idle_share: CPU time while others ran, as a share of one core.
+        disturbed: rounds among them in which another process used the CPU.
     """
 
     peer: str
@@ -60,6 +61,7 @@ class Row:
     first_ratio: Ratio | None
     agreement: float | None
     idle_share: float
+    disturbed: int
 
 
 def total_s(sample: Sample) -> float:
@@ -102,6 +104,7 @@ def _row(group: Sequence[Sample], references: Mapping[tuple[int, int], Sample]) 
         first_ratio=_ratio(pairs, first_s),
         agreement=mean(_agreement(r, s) for r, s in pairs) if pairs else None,
         idle_share=sum(s.idle_cpu_s for s in group) / sum(s.idle_s for s in group),
+        disturbed=sum(is_disturbed([s]) for s in group),
     )
 
 
@@ -179,6 +182,16 @@ def _ranged(ratio: Ratio | None) -> str:
 
 def _plain(ratio: Ratio | None) -> str:
     return "–" if ratio is None else f"{ratio.median:.2f}x"
+
+
+def disturbance_notes(rows: Sequence[Row], titles: Mapping[str, str]) -> list[str]:
+    """A sentence for each row that cannot be trusted."""
+    return [
+        f"not a quiet machine: others used the CPU in {row.disturbed} of the {row.rounds} rounds "
+        f"of {titles[row.peer]} with {row.batch} at once"
+        for row in rows
+        if row.disturbed
+    ]
 
 
 def idle_notes(rows: Sequence[Row], titles: Mapping[str, str]) -> list[str]:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan(args.batch, args.prompt_tokens, args.new_tokens, args.repeats)
     say(f"{machine.cpu}, {machine.cores} cores, {threads} threads")
     if machine.load is not None and machine.load > QUIET_LOAD:
-        say(f"somebody else is at work here (load {machine.load:.1f}): figures will be off")
+        say(f"somebody else is at work here (load {machine.load:.1f}): this may take longer")
     peers = [PEERS[name] for name in args.peers]
     clients, about, failures = start_all(peers, plan, threads, machine, say)
     text_ids = json.loads(PROMPT_IDS.read_text("utf-8"))
@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print()
     print(report.table(rows, titles, REFERENCE, failures))
     print()
-    for note in _notes(result, titles):
-        print(f"- {note}")
-    for note in report.idle_notes(rows, titles):
+    notes = [*report.idle_notes(rows, titles), *report.disturbance_notes(rows, titles)]
+    for note in [*_notes(result, titles), *notes]:
         print(f"- {note}")
     return 0 if rows else 1
 
@@ -86,8 +85,8 @@ def _notes(result: Mapping[str, Any], titles: Mapping[str, str]) -> list[str]:
         f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['system']}; "
         f"{result['threads']} threads for each peer; load before the run {load}",
         f"{plan['prompt_tokens']} prompt tokens and {plan['new_tokens']} new ones for each "
-        f"sequence, greedy; medians of {plan['repeats']} rounds in turn; `{REFERENCE} is` over 1 "
-        f"means that it is faster, with lowest and highest of the rounds",
+        f"sequence, greedy; medians of {plan['repeats']} rounds in turn at each batch size; "
+        f"`{REFERENCE} is` over 1 means that it is faster, with lowest and highest of the rounds",
     ]
     for name, about in result["peers"].items():
         versions = ", ".join(f"{package} {v}" for package, v in about["versions"].items())

@@ -3,7 +3,7 @@
     {"op": "load", "model": PATH, "threads": 2, "max_batch": 8, "context_tokens": 192,
      "options": {}}                              -> {"load_s": s, "about": {"precision": ...}}
     {"op": "run", "prompts": [[id, ...], ...], "new_tokens": 64}
-                                                 -> {"wall_s": s, "token_ids": [[id, ...], ...]}
+                                 -> {"wall_s": s, "cpu_s": s, "token_ids": [[id, ...], ...]}
     {"op": "quit"}                               -> the end
 
 Every answer also tells `idle_s`, how long the worker waited for the request, and `idle_cpu_s`,
@@ -96,10 +96,11 @@ def _load(adapter: Adapter, request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run(adapter: Adapter, request: Mapping[str, Any]) -> dict[str, Any]:
     prompts, new_tokens = request["prompts"], request["new_tokens"]
-    start = time.perf_counter()
+    start, cpu_then = time.perf_counter(), time.process_time()
     token_ids = adapter.generate(prompts, new_tokens)
-    wall_s = time.perf_counter() - start
+    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_then
     lengths = [len(ids) for ids in token_ids]
     if lengths != [new_tokens] * len(prompts):
         raise ValueError(f"asked for {new_tokens} tokens of {len(prompts)} prompts, got {lengths}")
-    return {"wall_s": wall_s, "token_ids": [[int(i) for i in ids] for ids in token_ids]}
+    plain = [[int(i) for i in ids] for ids in token_ids]
+    return {"wall_s": wall_s, "cpu_s": cpu_s, "token_ids": plain}

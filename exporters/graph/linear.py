@@ -176,13 +176,13 @@ def mixing_matrix() -> Float:
     """The normalized Hadamard matrix, [MIX_WIDTH, MIX_WIDTH]; symmetric and its own inverse."""
     signs = hadamard(MIX_WIDTH)
     assert signs is not None
-    return (signs / np.sqrt(MIX_WIDTH)).astype(np.float32)
+    return np.asarray(signs / np.sqrt(MIX_WIDTH), np.float32)
 
 
 def mix_runs(weight: Float) -> Float:
     """float32 [out, in]: every run of MIX_WIDTH inputs in the mixed basis."""
-    mixed: Float = weight.reshape(-1, MIX_WIDTH) @ mixing_matrix()
-    return mixed.reshape(weight.shape)
+    runs = weight.reshape(-1, MIX_WIDTH)
+    return np.asarray(runs @ mixing_matrix()).reshape(weight.shape)
 
 
 def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:

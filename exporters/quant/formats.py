@@ -62,7 +62,7 @@ class Blocks:
         codes = self.codes if self.bits == 8 else unpack_nibbles(self.codes)
         zero: Float
         if self.zero_points is None:
-            zero = np.float32([1 << (self.bits - 1)])
+            zero = np.array([1 << (self.bits - 1)], np.float32)
         elif self.zero_points.dtype == np.uint8:
             packed = self.zero_points.view(np.uint8)
             zero = unpack_nibbles(packed)[:, :blocks, None].astype(np.float32)

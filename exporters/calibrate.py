@@ -40,7 +40,7 @@ _STEP_TOKENS = 128
 
 
 def calibration_chunks(
-    tokenizer: Tokenizer, chat_template: str | None, context_tokens: int
+    tokenizer: Tokenizer, chat_template: str | None, spec: DecoderSpec
 ) -> list[list[int]]:
     """Token ids of the calibration texts: prose in chunks of at most 512, and conversations.
 
@@ -49,8 +49,8 @@ def calibration_chunks(
     """
     folder = resources.files("headrace.exporters") / "data"
     text = (folder / "calibration_wikitext.txt").read_text(encoding="utf-8")
-    size = min(_CHUNK_TOKENS, context_tokens)
-    ids = _encode(tokenizer, text)
+    size = min(_CHUNK_TOKENS, spec.context_tokens)
+    ids = _encode(tokenizer, text, spec.vocab_size)
     prose = [ids[i : i + size] for i in range(0, len(ids), size)][:_NUM_CHUNKS]
     if len(prose) < _NUM_CHUNKS // 2:
         raise ExportError("the tokenizer makes too few tokens of the calibration text")
@@ -60,14 +60,15 @@ def calibration_chunks(
     chats = []
     for messages in conversations:
         segments = render_chat(chat_template, messages, add_generation_prompt=False)
-        chats.append(_encode(tokenizer, "".join(text for text, _ in segments))[:size])
+        chats.append(_encode(tokenizer, "".join(t for t, _ in segments), spec.vocab_size)[:size])
     # Interleaved, so that what is held out for the gate has both.
     return [chunk for pair in zip(prose, chats, strict=False) for chunk in pair]
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, vocab_size: int) -> list[int]:
+    """Token ids; a tokenizer may know more than the embedding, which are left out."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
+    return [i for i in ids if i < vocab_size]
 
 
 def calibrate_kv(

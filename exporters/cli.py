@@ -16,11 +16,13 @@ from headrace.exporters.package import (
     export_package,
 )
 from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS
-from headrace.runtime.errors import HeadraceError
+from headrace.runtime.cli import accept_any_text
+from headrace.runtime.errors import ConfigError, HeadraceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for a failure with a one-line reason, 2 for wrong usage."""
+    accept_any_text(sys.stdout, sys.stderr)
     args = _parser().parse_args(argv)
     try:
         with _progress_bar(args.quiet) as progress:
@@ -33,15 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 overwrite=args.overwrite,
                 progress=progress,
             )
-    except HeadraceError as error:
-        print(f"runtime-export: {error}", file=sys.stderr)
-        return 1
+    except ConfigError as error:
+        return _complain(error, 2)
+    except (HeadraceError, OSError) as error:
+        return _complain(error, 1)
+    except MemoryError:
+        return _complain("ran out of memory; nothing was written", 1)
     except KeyboardInterrupt:
-        print("runtime-export: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        return _complain("interrupted; nothing was written", 130)
     if not args.quiet:
         print(_summary(args.output, result))
     return 0
+
+
+def _complain(reason: object, code: int) -> int:
+    print(f"runtime-export: {' '.join(str(reason).split())}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

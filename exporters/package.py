@@ -7,12 +7,9 @@ failure leaves nothing half-written and an existing package is replaced as a who
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,16 +18,19 @@ from tokenizers import Tokenizer
 
 from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.spec import DecoderSpec
+from headrace.exporters.archs.tensors import check_tensors
+from headrace.exporters.atomic_folder import atomic_folder
 from headrace.exporters.calibrate import KV_GATE_NATS, calibrate_kv, calibration_chunks
 from headrace.exporters.checkpoint.golden import golden_texts
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
 from headrace.exporters.graph.decoder import FORMS, DecoderParts, KvScales, build_decoder
+from headrace.exporters.graph.rope import inverse_frequencies
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.precision import DEFAULT_PRECISION, Precision, find_precision
 from headrace.exporters.rotation import RotatedSource
 from headrace.exporters.validate import Fidelity, check_graph
 from headrace.exporters.weight_source import WeightSource
-from headrace.runtime.errors import ConfigError, ExportError
+from headrace.runtime.errors import CheckpointError, ConfigError
 from headrace.runtime.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
@@ -98,8 +98,10 @@ def export_package(
     if not forms or (unknown := [form for form in forms if form not in FORMS]):
         raise ConfigError("form", forms and unknown[0], f"one or more of {', '.join(FORMS)}")
     report = progress or (lambda stage, done, total: None)
-    with open_checkpoint(source) as checkpoint, _atomic_folder(output, overwrite) as folder:
-        return _Export(checkpoint, folder, chosen, tuple(forms), report).run(kv_cache)
+    with open_checkpoint(source) as checkpoint:
+        spec = _checked_spec(checkpoint)
+        with atomic_folder(output, overwrite=overwrite, keep=source) as folder:
+            return _Export(checkpoint, spec, folder, chosen, tuple(forms), report).run(kv_cache)
 
 
 class _Export:
@@ -108,14 +110,14 @@ class _Export:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        spec: DecoderSpec,
         folder: Path,
         precision: Precision,
         forms: tuple[str, ...],
         progress: Progress,
     ) -> None:
-        self.checkpoint, self.folder = checkpoint, folder
+        self.checkpoint, self.spec, self.folder = checkpoint, spec, folder
         self.precision, self.forms, self.progress = precision, forms, progress
-        self.spec = decoder_spec(checkpoint.config)
         self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
         self.parts = _decoder_parts(self.spec, WeightSource(checkpoint), precision)
 
@@ -145,7 +147,7 @@ class _Export:
         if kv_cache == "fp32" or (kv_cache == "auto" and self.precision.name == "fp32"):
             return None, None
         template = self.checkpoint.tokenizer.chat_template
-        chunks = calibration_chunks(self.tokenizer, template, self.spec.context_tokens)
+        chunks = calibration_chunks(self.tokenizer, template, self.spec)
         done = 0
 
         def advance() -> None:
@@ -240,6 +242,21 @@ class _Export:
         return tuple(infos)
 
 
+def _checked_spec(checkpoint: Checkpoint) -> DecoderSpec:
+    """Whatever can be found wrong before work starts."""
+    spec = decoder_spec(checkpoint.config)
+    check_tensors(spec, checkpoint.tensors)
+    inverse_frequencies(spec)
+    tokenizer = checkpoint.tokenizer
+    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    if beyond := [i for i in (*bos, *tokenizer.eos_token_ids) if i >= spec.vocab_size]:
+        raise CheckpointError(
+            f"{checkpoint.path}: token {beyond[0]} begins or ends texts, but the embedding has "
+            f"{spec.vocab_size} rows; correct the checkpoint's configuration"
+        )
+    return spec
+
+
 def _decoder_parts(spec: DecoderSpec, plain: WeightSource, precision: Precision) -> DecoderParts:
     fmt = precision.make()
     rotated = RotatedSource(plain, spec) if precision.rotate else None
@@ -273,40 +290,3 @@ def _graph_info(model: ir.Model, form: str, file: str) -> GraphInfo:
         inputs=plain(model.graph.inputs),
         outputs=plain(model.graph.outputs),
     )
-
-
-@contextmanager
-def _atomic_folder(output: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `output` if the block succeeds and vanishes if not."""
-    if output.exists():
-        if not overwrite:
-            raise ExportError(f"{output} exists already; choose another folder or --overwrite")
-        if not (output / MANIFEST_FILE).is_file():
-            raise ExportError(f"{output} is not a package, so it is not overwritten")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    except OSError as error:
-        raise ExportError(f"cannot write beside {output}: {error.strerror}") from None
-    try:
-        yield partial
-        partial.chmod(0o755)
-        _replace(partial, output)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise ExportError(
-                f"no space left for {output}; free some or choose another disk"
-            ) from None
-        raise ExportError(f"cannot write {output}: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _replace(partial: Path, output: Path) -> None:
-    if not output.exists():
-        partial.replace(output)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
-    output.replace(aside / "package")
-    partial.replace(output)
-    shutil.rmtree(aside, ignore_errors=True)

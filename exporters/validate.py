@@ -134,7 +134,8 @@ def check_graph(graph: Path, vocab_size: int) -> None:
     try:
         logits = GraphRunner(graph, capacity_tokens=64).run([0])
     except Exception as error:  # any failure of a graph that we made is ours to report
-        raise ExportError(f"the exported graph does not run: {error}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ExportError(f"the exported graph does not run: {reason}") from error
     if logits.shape != (1, vocab_size) or not np.isfinite(logits).all():
         raise ExportError("the exported graph gives logits that are not finite")
 

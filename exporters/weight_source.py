@@ -39,10 +39,21 @@ class WeightSource:
 def _finite(tensor: LazyTensor) -> Float:
     values = tensor.load()
     if not np.isfinite(values).all():
-        raise CheckpointError(
-            f"tensor {tensor.name} holds values that are not finite; the checkpoint is damaged"
-        )
+        raise _not_finite(tensor.name)
     return values
+
+
+def _finite_blocks(name: str, blocks: QuantBlocks) -> QuantBlocks:
+    parts = (blocks.scales,) if blocks.offsets is None else (blocks.scales, blocks.offsets)
+    if not all(np.isfinite(part).all() for part in parts):
+        raise _not_finite(name)
+    return blocks
+
+
+def _not_finite(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {name} holds values that are not finite; the checkpoint is damaged"
+    )
 
 
 def _stack(parts: list[LazyTensor]) -> Float:
@@ -53,8 +64,11 @@ def _stack(parts: list[LazyTensor]) -> Float:
 
 def _stacked_blocks(parts: list[LazyTensor]) -> Blocks | None:
     """The parts' own blocks in MatMulNBits layout, if all have the same kind of them."""
-    found = [part.blocks() for part in parts]
-    converted = [matmul_blocks(blocks) for blocks in found if blocks is not None]
+    converted = [
+        matmul_blocks(_finite_blocks(part.name, blocks))
+        for part in parts
+        if (blocks := part.blocks()) is not None
+    ]
     kinds = {(b.bits, b.block_size, b.zero_points is None) for b in converted}
     if len(converted) < len(parts) or len(kinds) != 1:
         return None

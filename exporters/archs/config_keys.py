@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from headrace.runtime.errors import CheckpointError
 
 _MAX_SIZE = 2**31 - 1
+_MAX_NUMBER = 1e30
 
 
 def get_int(config: Mapping[str, object], key: str, default: int | None = None) -> int:
@@ -27,9 +28,16 @@ def get_float(config: Mapping[str, object], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+    if not is_positive_number(value):
         raise CheckpointError(f"config.json: {key}={value!r} is not a positive number")
-    return float(value)
+    return float(cast(Any, value))
+
+
+def is_positive_number(value: object) -> bool:
+    """An int or float that is finite and of a size that means something."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 1 / _MAX_NUMBER < value < _MAX_NUMBER
 
 
 def get_bool(config: Mapping[str, object], key: str, default: bool) -> bool:

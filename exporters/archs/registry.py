@@ -8,6 +8,9 @@ from headrace.exporters.archs import llama
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.runtime.errors import CheckpointError, UnsupportedArchitectureError
 
+# Rotary tables are as long as the context: beyond this a value is a mistake, not a model.
+_MAX_CONTEXT_TOKENS = 1 << 24
+
 _MODULES = (llama,)
 _BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object]], DecoderSpec]] = {
     model_type: module.spec_from_config for module in _MODULES for model_type in module.MODEL_TYPES
@@ -31,5 +34,14 @@ def decoder_spec(config: Mapping[str, object]) -> DecoderSpec:
         raise CheckpointError(
             f"config.json: {spec.num_heads} attention heads cannot share "
             f"{spec.num_kv_heads} key-value heads"
+        )
+    if spec.head_dim % 2:
+        raise CheckpointError(
+            f"config.json: head_dim={spec.head_dim} is odd; rotary embeddings turn pairs"
+        )
+    if spec.context_tokens > _MAX_CONTEXT_TOKENS:
+        raise CheckpointError(
+            f"config.json: max_position_embeddings={spec.context_tokens} is more than "
+            f"{_MAX_CONTEXT_TOKENS}; correct it"
         )
     return spec

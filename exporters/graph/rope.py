@@ -2,16 +2,19 @@
 
 RoFormer (Su et al., 2021): the angle of pair i at position t is t * theta^(-2i/dim). Scaled
 variants change the inverse frequencies: "linear" divides them by `factor`; "llama3" divides only
-long wavelengths, with a smooth band between (Llama 3.1 reference).
+long wavelengths, with a smooth band between (Llama 3.1 reference); "frequency_factors" divides each
+by its own of the `factors` [head_dim / 2], which is how a GGUF file stores the same.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.exporters.archs.config_keys import is_positive_number
 from headrace.exporters.archs.spec import DecoderSpec, RopeSpec
 from headrace.runtime.errors import CheckpointError
 
@@ -25,7 +28,11 @@ def rope_tables(spec: DecoderSpec, positions: int) -> tuple[Float, Float]:
 
 
 def inverse_frequencies(spec: DecoderSpec) -> NDArray[np.float64]:
-    """float64 [head_dim / 2]."""
+    """float64 [head_dim / 2].
+
+    Raises:
+        CheckpointError: `rope_scaling` is of an unknown type or has a value that makes no sense.
+    """
     exponents = np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
     plain = spec.rope.theta**-exponents
     if spec.rope.scaling is None:
@@ -35,13 +42,21 @@ def inverse_frequencies(spec: DecoderSpec) -> NDArray[np.float64]:
         return plain / _number(spec.rope, "factor")
     if kind == "llama3":
         return _llama3(plain, spec.rope)
-    raise CheckpointError(f"rope_scaling type {kind!r} is not supported; known: linear, llama3")
+    if kind == "frequency_factors":
+        return plain / _factors(spec.rope, len(plain))
+    raise CheckpointError(
+        f"rope_scaling type {kind!r} is not supported; known: linear, llama3, frequency_factors"
+    )
 
 
 def _llama3(plain: NDArray[np.float64], rope: RopeSpec) -> NDArray[np.float64]:
     factor = _number(rope, "factor")
     low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
     trained = _number(rope, "original_max_position_embeddings")
+    if low >= high:
+        raise CheckpointError(
+            f"rope_scaling: low_freq_factor={low:g} is not below high_freq_factor={high:g}"
+        )
     wavelengths = 2 * math.pi / plain
     smooth = np.clip((trained / wavelengths - low) / (high - low), 0, 1)
     return plain * (smooth + (1 - smooth) / factor)
@@ -49,6 +64,15 @@ def _llama3(plain: NDArray[np.float64], rope: RopeSpec) -> NDArray[np.float64]:
 
 def _number(rope: RopeSpec, key: str) -> float:
     value = (rope.scaling or {}).get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if not is_positive_number(value):
         raise CheckpointError(f"rope_scaling: {key}={value!r} is not a positive number")
-    return float(value)
+    return float(cast(Any, value))
+
+
+def _factors(rope: RopeSpec, count: int) -> NDArray[np.float64]:
+    values = (rope.scaling or {}).get("factors")
+    if not isinstance(values, list) or len(values) != count:
+        raise CheckpointError(f"rope_scaling: factors is not a list of {count} numbers")
+    if wrong := [value for value in values if not is_positive_number(value)]:
+        raise CheckpointError(f"rope_scaling: factors holds {wrong[0]!r}, not a positive number")
+    return np.array(values, np.float64)

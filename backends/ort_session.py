@@ -46,6 +46,10 @@ def cpu_session(graph: Path, num_threads: int, entries: Mapping[str, str]) -> An
     `entries` are session configuration entries. Threads wait for the next step by spinning, for
     40 ms at most: without it a step takes up to 1.3x, and an idle runtime uses no CPU.
     """
+    try:
+        str(graph).encode("utf-8")
+    except UnicodeEncodeError:
+        raise PackageError(f"{str(graph)!a} is no UTF-8 path; move the package") from None
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads

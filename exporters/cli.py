@@ -92,15 +92,20 @@ def _progress_bar(quiet: bool) -> Iterator[Progress | None]:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-    with RichProgress(console=Console(stderr=True)) as bar:
-        tasks: dict[str, TaskID] = {}
+    bar = RichProgress(console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
+    def report(stage: str, done: int, total: int) -> None:
+        bar.start()  # not before: a failure at once is one line
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, total=total)
+        bar.update(tasks[stage], completed=done, total=total)
 
+    try:
         yield report
+    finally:
+        if tasks:
+            bar.stop()
 
 
 def _summary(output: Path, result: ExportResult) -> str:

@@ -101,7 +101,9 @@ def export_package(
     with open_checkpoint(source) as checkpoint:
         spec = _checked_spec(checkpoint)
         with atomic_folder(output, overwrite=overwrite, keep=source) as folder:
-            return _Export(checkpoint, spec, folder, chosen, tuple(forms), report).run(kv_cache)
+            return _Export(
+                checkpoint, spec, folder, chosen, tuple(dict.fromkeys(forms)), report
+            ).run(kv_cache)
 
 
 class _Export:

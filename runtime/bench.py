@@ -103,6 +103,7 @@ def step_ms_by_rows(
     backend = create_backend(chosen, folder, manifest, config, probe_hardware())
     try:
         caps = backend.load()
+        _require_room(caps, context_tokens, 2)
         rows = min(config.max_sequences, caps.kv_budget_tokens // (context_tokens + 1))
         for plan in fill_plans(caps, rows, context_tokens):
             backend.collect(backend.submit(plan))

@@ -211,6 +211,16 @@ class TestRounds:
         (note,) = report.disturbance_notes(report.summarize(samples, "a"), {"a": "A"})
         assert "in 2 of the 2 rounds of A with 1 at once" in note
 
+    def test_an_interrupt_leaves_a_table(self) -> None:
+        class Interrupted(Scripted):
+            def request(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+                if len(self.turns) == 5:  # within the second round
+                    raise KeyboardInterrupt
+                return super().request(message, timeout_s)
+
+        samples, failures = measure({"a": Interrupted("a", [])}, PLAN, TEXT, quiet, settle_s=0)
+        assert [(s.batch, s.round) for s in samples] == [(1, 1)] and not failures
+
     @pytest.mark.model
     def test_the_text_is_the_licence(self) -> None:
         """In tokens of the checkpoint, so that the driver needs no tokenizer."""

@@ -92,29 +92,55 @@ def measure(
     Disturbed rounds are kept only where there are too few others in `MAX_ATTEMPTS` times the
     rounds asked for.
 
+    An interrupt from the keyboard ends the measurement, not the program.
+
     Returns:
         samples, and for each peer that failed on the way why; what it had done is kept.
     """
+    samples: list[Sample] = []
     failures: dict[str, str] = {}
     prompts = windows(text_ids, plan.prompt_tokens)
-    samples: list[Sample] = []
-    for batch in plan.batches:
-        quiet: list[list[Sample]] = []
-        disturbed: list[list[Sample]] = []
-        for attempt in range(MAX_ATTEMPTS * plan.repeats + 1):
-            title = f"round {len(quiet) + 1} of {plan.repeats}" if attempt else "warm-up"
-            say(f"{batch} at once, {title}")
-            first = [next(prompts) for _ in range(batch)]
-            whole = [next(prompts) for _ in range(batch)]
-            round_ = _Round(batch, attempt, first, whole, plan.new_tokens)
-            measured = _measure_round(runners, round_, failures, say, settle_s)
-            if attempt and measured:
-                (disturbed if is_disturbed(measured) else quiet).append(measured)
-            if len(quiet) == plan.repeats or len(failures) == len(runners):
-                break
-        kept = [*quiet, *disturbed[: plan.repeats - len(quiet)]]
-        samples += [sample for round_samples in kept for sample in round_samples]
+    try:
+        for batch in plan.batches:
+            rounds = _rounds(runners, plan, batch, prompts, failures, say, settle_s)
+            _keep_best(rounds, plan.repeats, samples)
+    except KeyboardInterrupt:
+        say("interrupted; the table shows what was measured")
     return samples, failures
+
+
+def _keep_best(rounds: Iterator[list[Sample]], wanted: int, samples: list[Sample]) -> None:
+    """Add samples of as many rounds as wanted, quiet ones first, also on an interrupt."""
+    quiet: list[list[Sample]] = []
+    disturbed: list[list[Sample]] = []
+    try:
+        while len(quiet) < wanted and (measured := next(rounds, None)) is not None:
+            (disturbed if is_disturbed(measured) else quiet).append(measured)
+    finally:
+        for measured in [*quiet, *disturbed[: wanted - len(quiet)]]:
+            samples += measured
+
+
+def _rounds(
+    runners: Mapping[str, Runner],
+    plan: Plan,
+    batch: int,
+    prompts: Iterator[TokenIds],
+    failures: dict[str, str],
+    say: Say,
+    settle_s: float,
+) -> Iterator[list[Sample]]:
+    """Rounds of one batch size, after one to warm up, as long as a peer is left."""
+    for number in range(MAX_ATTEMPTS * plan.repeats + 1):
+        say(f"{batch} at once, {f'round {number}' if number else 'warm-up'}")
+        first = [next(prompts) for _ in range(batch)]
+        whole = [next(prompts) for _ in range(batch)]
+        round_ = _Round(batch, number, first, whole, plan.new_tokens)
+        measured = _measure_round(runners, round_, failures, say, settle_s)
+        if not measured:
+            return
+        if number:
+            yield measured
 
 
 @dataclass(frozen=True, slots=True)

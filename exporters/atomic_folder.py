@@ -29,26 +29,38 @@ def atomic_folder(output: Path, *, overwrite: bool, keep: Path) -> Iterator[Path
         output = output.resolve()  # a link stays one; "new/.." is not taken for a new folder
         _check_output(output, overwrite, keep)
         missing = [parent for parent in output.parents if not parent.exists()]
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     except (OSError, ValueError) as error:  # ValueError: text that no file system can hold
-        reason = getattr(error, "strerror", None) or error
-        raise ExportError(f"cannot write beside {output}: {reason}") from None
+        raise _cannot_write_beside(output, error) from None
     try:
-        yield partial
-        partial.chmod(0o755)
-        _move(partial, output, overwrite)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ExportError(
-                f"no space left for {output}; free some or choose another disk"
-            ) from None
-        raise ExportError(f"cannot write {output}: {error}") from None
+        partial = _make_partial(output)
+        try:
+            yield partial
+            partial.chmod(0o755)
+            _move(partial, output, overwrite)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ExportError(
+                    f"no space left for {output}; free some or choose another disk"
+                ) from None
+            raise ExportError(f"cannot write {output}: {error}") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):  # not empty: it succeeded, or somebody else uses them
             for parent in missing:
                 parent.rmdir()
+
+
+def _make_partial(output: Path) -> Path:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise _cannot_write_beside(output, error) from None
+
+
+def _cannot_write_beside(output: Path, error: Exception) -> ExportError:
+    return ExportError(f"cannot write beside {output}: {getattr(error, 'strerror', None) or error}")
 
 
 def _check_output(output: Path, overwrite: bool, keep: Path) -> None:

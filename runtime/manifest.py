@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from headrace.runtime.errors import PackageError
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
+KV_DTYPES = ("float32", "int8")
+_MAX_INT = 2**63 - 1
 
 # Longest row of a step. A slot holds context + row tokens, since attention asks for room for a
 # padded row; graphs carry rotary tables of that length.
@@ -195,6 +198,7 @@ def read_manifest(folder: Path, *, verify_hashes: bool = False) -> Manifest:
             f"{SCHEMA_VERSION}; export the package again or use the headrace that made it"
         )
     manifest = _decode(Manifest, raw, str(path))
+    _check_values(manifest, path)
     _check_files(folder, manifest, verify_hashes)
     return manifest
 
@@ -210,6 +214,22 @@ def package_path(folder: Path, relative: str) -> Path:
     if pure.is_absolute() or ".." in pure.parts or "\\" in relative or ":" in relative:
         raise PackageError(f"the manifest names {relative!r}, which is outside of its package")
     return folder / pure
+
+
+def _check_values(manifest: Manifest, path: Path) -> None:
+    """Refuse what has the right type and makes no sense."""
+    for name, value in dataclasses.asdict(manifest.model).items():
+        if type(value) is int and not 0 < value < 2**31:
+            raise PackageError(f"{path}: model: {name}={value} is not a size")
+    for target in manifest.targets:
+        cache = target.kv_cache
+        if cache.dtype not in KV_DTYPES or cache.bytes_per_token < 1:
+            raise PackageError(f"{path}: {target.name!r} has a KV cache that is not known: {cache}")
+        for graph in target.graphs:
+            if not re.fullmatch(r"\d+\.\d+", graph.min_onnxruntime, re.ASCII):
+                raise PackageError(
+                    f"{path}: min_onnxruntime={graph.min_onnxruntime!r} is not a version"
+                )
 
 
 def _check_files(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
@@ -264,6 +284,6 @@ def _decode_field(hint: Any, value: Any, where: str) -> Any:
         return _decode(typing.cast(type[Any], hint), value, where)
     if type(value) is not hint:  # exact: a bool is no int here
         raise PackageError(f"{where}: expected {hint.__name__}")
-    if hint is int and value < 0:
-        raise PackageError(f"{where}: expected a number of at least 0")
+    if hint is int and not 0 <= value <= _MAX_INT:
+        raise PackageError(f"{where}: expected a number from 0 to {_MAX_INT}")
     return value

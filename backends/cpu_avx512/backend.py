@@ -27,6 +27,7 @@ from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
 from headrace.runtime.hardware import HardwareInfo
 from headrace.runtime.manifest import (
+    LOGITS,
     MAX_ROW_TOKENS,
     GraphInfo,
     Manifest,
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 _MAX_BOUND_STEPS = 32
 # Logits rows that the shared buffer has room for, a sequence: its next token and drafts.
 _LOGITS_PER_SLOT = 16
+_NO_LOGITS = np.empty((0, 0), np.float32)
 
 
 class CpuBackend:
@@ -51,6 +53,7 @@ class CpuBackend:
         self._folder, self._manifest = folder, manifest
         self._config, self._hardware = config, hardware
         self._session: Any = None
+        self._logits = _NO_LOGITS
         self._next_ticket = 0
         self._results: dict[int, StepOutput] = {}
         self._bound: OrderedDict[ShapeKey, BoundStep] = OrderedDict()
@@ -66,6 +69,7 @@ class CpuBackend:
         self._session = cpu_session(
             package_path(self._folder, graph.file), threads.num_threads, kernels.session_options
         )
+        self._check_vocabulary(graph)
         self._inputs = frozenset(graph.inputs)
         self._ragged = graph.form != "uniform"
         model = self._manifest.model
@@ -109,7 +113,8 @@ class CpuBackend:
         self._session = None
         if hasattr(self, "_kv"):
             self._kv.close()
-            del self._kv, self._logits
+            del self._kv
+        self._logits = _NO_LOGITS
 
     def _run(self, rows: Sequence[Row]) -> StepOutput:
         if self._session is None:
@@ -188,6 +193,15 @@ class CpuBackend:
             f"{self._folder}/{target.name} has no graph for this onnxruntime "
             f"{load_onnxruntime().__version__}; update onnxruntime or export with --form uniform"
         )
+
+    def _check_vocabulary(self, graph: GraphInfo) -> None:
+        shapes = {output.name: output.shape for output in self._session.get_outputs()}
+        vocab_size = self._manifest.model.vocab_size
+        if LOGITS not in shapes or shapes[LOGITS][-1:] != [vocab_size]:
+            raise PackageError(
+                f"{self._folder / graph.file} does not give logits of the {vocab_size} tokens that "
+                "the manifest counts; export the package again"
+            )
 
     def _require_memory(self, target: TargetInfo) -> None:
         needed, free = target.weight_bytes, self._hardware.available_memory_bytes

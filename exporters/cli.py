@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,14 @@ from headrace.exporters.package import (
     export_package,
 )
 from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS
-from headrace.runtime.cli import accept_any_text
 from headrace.runtime.errors import ConfigError, HeadraceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for a failure with a one-line reason, 2 for wrong usage."""
-    accept_any_text(sys.stdout, sys.stderr)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     args = _parser().parse_args(argv)
     try:
         with _progress_bar(args.quiet) as progress:

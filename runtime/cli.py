@@ -22,7 +22,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    accept_any_text(sys.stdout, sys.stderr)
+    _accept_any_text(sys.stdout, sys.stderr)
     args = _parser().parse_args(argv)
     logging.basicConfig(format="headrace: %(message)s", level=logging.WARNING)
     command: Callable[[argparse.Namespace], int] = args.command
@@ -49,7 +49,7 @@ def _complain(reason: object, code: int) -> int:
     return code
 
 
-def accept_any_text(*streams: Any) -> None:
+def _accept_any_text(*streams: Any) -> None:
     """Answers hold any character; a terminal that lacks one shows a question mark."""
     for stream in streams:
         if hasattr(stream, "reconfigure"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     args = _parser().parse_args(argv)
     try:
-        with _progress_bar(args.quiet) as progress:
+        with _cleaning_up_when_terminated(), _progress_bar(args.quiet) as progress:
             result = export_package(
                 args.source,
                 args.output,
@@ -83,6 +85,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no summary")
     return parser
+
+
+@contextmanager
+def _cleaning_up_when_terminated() -> Iterator[None]:
+    """SIGTERM ends the command as an exception does, so that no temporary folder stays."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(143)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -50,11 +50,15 @@ class StepOutput:
             order. Owned by the backend, may be written to, valid until the next `submit`.
         entropy_nats: float32 [num_logits], of softmax(logits).
         model_ms: wall time inside the model.
+        probabilities: float32 [num_logits, vocab], softmax(logits * inverse_temperature) of the
+            rows that have one, anything for others; None where no row has or the backend does not
+            compute them. Valid as long as the logits.
     """
 
     logits: NDArray[np.float32]
     entropy_nats: NDArray[np.float32]
     model_ms: float
+    probabilities: NDArray[np.float32] | None = None
 
 
 class Backend(Protocol):

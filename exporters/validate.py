@@ -71,6 +71,7 @@ class GraphRunner:
             io.TOTAL_TOKENS: np.array(self._capacity, np.int32),
             io.QUERY_SEQLENS: np.array([n], np.int32),
             io.LOGITS_INDEX: span[-1:] if last_only else span,
+            io.INVERSE_TEMPERATURE: np.zeros((1 if last_only else n, 1), np.float32),
             **self._cache,
         }
         values = self._session.run(

@@ -40,6 +40,7 @@ class Sequence:
         max_new_tokens: generated tokens at which the sequence ends with LENGTH.
         slot: KV slot while RUNNING.
         cached_len: leading tokens whose keys and values are in the slot.
+        inverse_temperature: see `Row`.
         prefix_of: sequence whose KV of the same prompt is copied instead of computed (`n` > 1).
     """
 
@@ -52,6 +53,7 @@ class Sequence:
     cached_len: int = 0
     finish_reason: FinishReason | None = None
     prefix_of: int | None = None
+    inverse_temperature: float = 0.0
 
     @property
     def generated_len(self) -> int:
@@ -82,6 +84,8 @@ class Row:
         tokens: new token ids, at least one: a prompt chunk, or the last token and its drafts.
         num_logits: logits wanted for the last `num_logits` of `tokens`; 0 for a prompt chunk
             that does not reach the end of the prompt.
+        inverse_temperature: of the probabilities that sampling would like to have beside the
+            logits; 0 where it does not need any.
     """
 
     seq_id: int
@@ -89,6 +93,7 @@ class Row:
     past_len: int
     tokens: tuple[int, ...]
     num_logits: int
+    inverse_temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,14 +171,23 @@ class Engine:
         for index in range(config.n):
             seq_id = self._next_id() if index else request.request_id
             first_id = request.request_id if index else None
+            sampler = Sampler(
+                config, ids, self._eos_token_ids, sample_seed(seed, index), self._scratch
+            )
+            sequence = Sequence(
+                seq_id,
+                list(ids),
+                len(ids),
+                max_new_tokens,
+                prefix_of=first_id,
+                inverse_temperature=sampler.inverse_temperature,
+            )
             request.answers.append(
                 _Answer(
                     request,
                     index,
-                    Sequence(seq_id, list(ids), len(ids), max_new_tokens, prefix_of=first_id),
-                    Sampler(
-                        config, ids, self._eos_token_ids, sample_seed(seed, index), self._scratch
-                    ),
+                    sequence,
+                    sampler,
                     self._make_text(config),
                     has_logprobs=config.logprobs is not None,
                 )
@@ -265,21 +274,26 @@ class Engine:
             finish: FinishReason | None = None
             answer.sampled = ()
             if row.num_logits:
+                given = None if output.probabilities is None else output.probabilities[line]
                 logits, entropy = output.logits[line], entropies[line]
                 line += 1
                 try:
-                    finish = self._draw(answer, logits, entropy)
+                    finish = self._draw(answer, logits, given, entropy)
                 except Exception as error:  # a request fails alone, whatever went wrong in it
                     answer.error, finish = error, FinishReason.ERROR
             stepped.append((answer, RowResult(row.seq_id, answer.sampled, finish)))
         return stepped
 
     def _draw(
-        self, answer: _Answer, logits: NDArray[np.float32], entropy_nats: float
+        self,
+        answer: _Answer,
+        logits: NDArray[np.float32],
+        probabilities: NDArray[np.float32] | None,
+        entropy_nats: float,
     ) -> FinishReason | None:
         """Draw and accept one token; STOP where it ends the answer."""
         sampler, sequence = answer.sampler, answer.sequence
-        token_id, logprob, top = sampler.sample(logits, len(sequence.tokens))
+        token_id, logprob, top = sampler.sample(logits, len(sequence.tokens), probabilities)
         sampler.accept(token_id)
         answer.sampled = (SampledToken(token_id, entropy_nats, logprob, top),)
         if sampler.is_stop_token(token_id, sequence.generated_len + 1):

@@ -42,10 +42,12 @@ QUERY_SEQLENS = "query_seqlens"  # int32 [B]: new tokens of each slot, 0 for an 
 LOGITS_INDEX = "logits_index"  # int64 [R]: packed positions whose logits are wanted
 POSITION_IDS = "position_ids"  # int64 [B, S] (form "tree")
 ATTENTION_BIAS = "attention_bias"  # float32 [B, 1, S, C] (form "tree")
+INVERSE_TEMPERATURE = "inverse_temperature"  # float32 [R, 1]; 0 where probabilities are not wanted
 PAST_KEY, PAST_VALUE = "past_key.{}", "past_value.{}"  # [B, kv_heads, C, head_dim]
 PRESENT_KEY, PRESENT_VALUE = "present_key.{}", "present_value.{}"
 LOGITS = "logits"  # float32 [R, vocab]
 ENTROPY = "entropy"  # float32 [R], nats
+PROBABILITIES = "probabilities"  # float32 [R, vocab] at inverse_temperature, or [0, vocab]
 HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final norm
 
 

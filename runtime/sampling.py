@@ -94,6 +94,10 @@ class Sampler:
     `sample` changes nothing but the row it is given; `accept` records a token of the answer. To
     verify drafts, sample a row, accept what was drawn, and go on while it equals the draft.
 
+    Attributes:
+        inverse_temperature: of the probabilities that `sample` would like to be given; 0 where it
+            needs none.
+
     Args:
         config: of the request.
         prompt: token ids; counted by the repetition penalty only.
@@ -137,6 +141,9 @@ class Sampler:
         )
         self._top_k = config.top_k if config.top_k < scratch.vocab_size else 0
         self._weighs_all = self._top_k == 0 and (config.top_p < 1.0 or config.min_p == 0.0)
+        plain = self._penalties is None and not self._bias_ids.size and not config.min_new_tokens
+        wanted = self._weighs_all and plain and scratch.vocab_size % _BLOCK == 0
+        self.inverse_temperature = (self._inv_temperature or 0.0) if wanted else 0.0
 
     def accept(self, token_id: int) -> None:
         """Append a token to the answer."""
@@ -152,12 +159,14 @@ class Sampler:
         return token_id in self._stop_ids and generated_len >= self.config.min_new_tokens
 
     def sample(
-        self, logits: Logits, position: int
+        self, logits: Logits, position: int, probabilities: Logits | None = None
     ) -> tuple[int, float | None, tuple[TokenAlternative, ...]]:
         """Draw the token at `position` (in the whole sequence, from 0).
 
         Args:
             logits: float32 [vocab], contiguous; it is written to.
+            probabilities: float32 [vocab], softmax(logits * inverse_temperature), or None. They
+                save the exponentials of a whole vocabulary.
 
         Returns:
             Token id; its log probability in nats under softmax of the logits as they came, or
@@ -170,19 +179,21 @@ class Sampler:
         assert logits.shape == (self._scratch.vocab_size,)
         with np.errstate(over="ignore", invalid="ignore"):
             if self.config.logprobs is None:
-                return self._draw(logits, position), None, ()
+                return self._draw(logits, position, probabilities), None, ()
             nats = _log_normalizer(logits, self._scratch)
             top = _alternatives(logits, nats, self.config.logprobs)
             raw = logits.copy()
-            token = self._draw(logits, position)
+            token = self._draw(logits, position, probabilities)
             return token, float(raw[token]) - nats, top
 
-    def _draw(self, logits: Logits, position: int) -> int:
+    def _draw(self, logits: Logits, position: int, probabilities: Logits | None) -> int:
         self._adjust(logits)
         if self._inv_temperature is None:
             return self._best(logits)
         u = uniform(self.seed, position)
         if self._weighs_all:
+            if probabilities is not None and self.inverse_temperature:
+                return self._draw_from(probabilities, logits, self._inv_temperature, u)
             return self._draw_weighing_all(logits, self._inv_temperature, u)
         config, peak = self.config, float(logits[self._best(logits)])
         if self._top_k:
@@ -200,11 +211,26 @@ class Sampler:
         if not _SAFE_SUMS[0] < float(sums.max()) < _SAFE_SUMS[1]:  # NaN is not, either
             shift = float(logits[self._best(logits)])
             sums = _weigh(logits, shift, inv_temperature, self._scratch)
+        return self._draw_weighted(self._scratch.weights, sums, logits, inv_temperature, u)
+
+    def _draw_from(
+        self, probabilities: Logits, logits: Logits, inv_temperature: float, u: float
+    ) -> int:
+        """`_draw_weighing_all` with weights that were computed elsewhere."""
+        sums = _block_sums(probabilities.reshape(-1, _BLOCK))
+        if not 0.5 < float(sums.sum()) < 2.0:  # the logits are damaged: that will say how
+            return self._draw_weighing_all(logits, inv_temperature, u)
+        return self._draw_weighted(probabilities, sums, logits, inv_temperature, u)
+
+    def _draw_weighted(
+        self, weights: Logits, sums: Logits, logits: Logits, inv_temperature: float, u: float
+    ) -> int:
+        """Draw by weights that are proportional to the probabilities; `sums` are by block."""
         if self.config.top_p == 1.0:
-            return _draw_by_id(sums, u, self._scratch)
-        ids, rest = _nucleus_candidates(sums, self.config.top_p, self._scratch)
+            return _draw_by_id(weights, sums, u)
+        ids, rest = _nucleus_candidates(weights, sums, self.config.top_p, self._scratch)
         ids = _descending(logits, ids)
-        rest *= math.exp((shift - float(logits[ids[0]])) * inv_temperature)
+        rest /= float(weights[ids[0]])
         return _draw_candidate(logits, ids, rest, inv_temperature, self.config, u)
 
     def _best(self, logits: Logits) -> int:
@@ -269,15 +295,15 @@ def _within(u: float, total: float) -> float:
 
 
 def _nucleus_candidates(
-    sums: NDArray[np.float32], top_p: float, scratch: Scratch
+    weights: Logits, sums: NDArray[np.float32], top_p: float, scratch: Scratch
 ) -> tuple[Ids, float]:
-    """Tokens that include the nucleus, and the weight of the others in scratch.weights.
+    """Tokens that include the nucleus, and the weight of the others.
 
     All tokens at or above some probability are a prefix of the descending order, and once their
     weights come to `top_p` of the total, the nucleus is among them. The last bound needs no such
     check: tokens below (1 - top_p) / V together have less than the 1 - top_p that may be left out.
     """
-    weights, total = scratch.weights, float(sums.sum(dtype=np.float64))
+    total = float(sums.sum(dtype=np.float64))
     for divisor in (512, 16 * 512, 2 * max(weights.size, 16 * 512)):
         ids = _at_least(weights, total * (1.0 - top_p) / divisor, scratch)
         inside = float(weights[ids].sum(dtype=np.float64))
@@ -286,12 +312,12 @@ def _nucleus_candidates(
     return ids, max(0.0, total - inside)
 
 
-def _draw_by_id(sums: NDArray[np.float32], u: float, scratch: Scratch) -> int:
+def _draw_by_id(weights: Logits, sums: NDArray[np.float32], u: float) -> int:
     """Inverse CDF over the whole vocabulary in order of id: first the block, then the token."""
     ends = sums.cumsum(dtype=np.float64)
     target = _within(u, float(ends[-1]))
     block = int(ends.searchsorted(target, side="right"))
-    inside = scratch.blocks[block].cumsum(dtype=np.float64)
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK].cumsum(dtype=np.float64)
     start = float(ends[block - 1]) if block else 0.0
     share = (target - start) / (float(ends[block]) - start)
     target = _within(share, float(inside[-1]))  # the block's float32 sum differs a little
@@ -312,7 +338,11 @@ def _weigh(
     else:
         np.multiply(logits, factor, out=out)
     scratch.exp(out, out=out)
-    sums: NDArray[np.float32] = np.einsum("ij->i", scratch.blocks)  # 4x faster than sum(axis=1)
+    return _block_sums(scratch.blocks)
+
+
+def _block_sums(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
+    sums: NDArray[np.float32] = np.einsum("ij->i", blocks)  # 4x faster than sum(axis=1)
     return sums
 
 

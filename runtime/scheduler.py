@@ -153,7 +153,16 @@ class Scheduler:
             tokens, cached = sequence.tokens, sequence.cached_len
             if len(tokens) - cached == 1:
                 assert sequence.slot is not None
-                rows.append(Row(sequence.seq_id, sequence.slot, cached, (tokens[-1],), 1))
+                rows.append(
+                    Row(
+                        sequence.seq_id,
+                        sequence.slot,
+                        cached,
+                        (tokens[-1],),
+                        1,
+                        sequence.inverse_temperature,
+                    )
+                )
             else:
                 prefilling = True
         decode_rows, prompt_tokens = len(rows), 0
@@ -271,7 +280,16 @@ class Scheduler:
             assert sequence.slot is not None
             num_logits = 1 if end == len(tokens) else 0
             chunk = tuple(tokens[start:end])
-            rows.append(Row(sequence.seq_id, sequence.slot, start, chunk, num_logits))
+            rows.append(
+                Row(
+                    sequence.seq_id,
+                    sequence.slot,
+                    start,
+                    chunk,
+                    num_logits,
+                    sequence.inverse_temperature,
+                )
+            )
         rows.sort(key=lambda row: row.slot)
         return budget_tokens - left
 

@@ -18,7 +18,12 @@ import numpy as np
 from headrace.backends.base import Capabilities, StepOutput
 from headrace.backends.cpu_avx512.calls import plan_calls
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
-from headrace.backends.cpu_avx512.layout import BoundStep, ShapeKey, shape_key
+from headrace.backends.cpu_avx512.layout import (
+    BoundStep,
+    ShapeKey,
+    shape_key,
+    wants_probabilities,
+)
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.backends.ort_session import cpu_session, map_ort_errors
@@ -27,6 +32,7 @@ from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
 from headrace.runtime.hardware import HardwareInfo
 from headrace.runtime.manifest import (
+    INVERSE_TEMPERATURE,
     LOGITS,
     MAX_ROW_TOKENS,
     GraphInfo,
@@ -53,10 +59,10 @@ class CpuBackend:
         self._folder, self._manifest = folder, manifest
         self._config, self._hardware = config, hardware
         self._session: Any = None
-        self._logits = _NO_LOGITS
+        self._logits = self._probabilities = _NO_LOGITS
         self._next_ticket = 0
         self._results: dict[int, StepOutput] = {}
-        self._bound: OrderedDict[ShapeKey, BoundStep] = OrderedDict()
+        self._bound: OrderedDict[tuple[ShapeKey, bool], BoundStep] = OrderedDict()
 
     def load(self) -> Capabilities:
         target = self._choose_target()
@@ -85,7 +91,10 @@ class CpuBackend:
             num_slots=slots,
             dtype=np.dtype(np.int8 if int8 else np.float32),
         )
-        self._logits = np.empty((slots * _LOGITS_PER_SLOT, model.vocab_size), np.float32)
+        # Pages come into being where they are written to.
+        self._logits, self._probabilities = (
+            np.empty((slots * _LOGITS_PER_SLOT, model.vocab_size), np.float32) for _ in range(2)
+        )
         return Capabilities(
             name=f"cpu ({kernels.name}, {threads.num_threads} threads)",
             vocab_size=model.vocab_size,
@@ -114,7 +123,7 @@ class CpuBackend:
         if hasattr(self, "_kv"):
             self._kv.close()
             del self._kv
-        self._logits = _NO_LOGITS
+        self._logits = self._probabilities = _NO_LOGITS
 
     def _run(self, rows: Sequence[Row]) -> StepOutput:
         if self._session is None:
@@ -125,6 +134,7 @@ class CpuBackend:
         num_logits = sum(row.num_logits for row in rows)
         logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
         entropy = np.empty(num_logits, np.float32)
+        probabilities = np.empty_like(logits) if wants_probabilities(rows) else None
         model_ms = 0.0
         for call in calls:
             out = self._run_call([part.row for part in call])
@@ -134,8 +144,10 @@ class CpuBackend:
                 here = slice(part.first_logit, part.first_logit + part.row.num_logits)
                 there = slice(done, done + part.row.num_logits)
                 logits[here], entropy[here] = out.logits[there], out.entropy_nats[there]
+                if probabilities is not None and out.probabilities is not None:
+                    probabilities[here] = out.probabilities[there]
                 done = there.stop
-        return StepOutput(logits, entropy, model_ms)
+        return StepOutput(logits, entropy, model_ms, probabilities)
 
     def _run_call(self, rows: Sequence[Row]) -> StepOutput:
         step = self._bound_step(rows)
@@ -145,19 +157,29 @@ class CpuBackend:
             self._session.run_with_iobinding(step.binding)
         model_ms = (time.perf_counter() - start) * 1e3
         n = step.num_logits
-        return StepOutput(step.logits[:n], step.entropy[:n], model_ms)
+        probabilities = None if step.probabilities is None else step.probabilities[:n]
+        return StepOutput(step.logits[:n], step.entropy[:n], model_ms, probabilities)
 
     def _bound_step(self, rows: Sequence[Row]) -> BoundStep:
-        key = shape_key(rows)
+        sampled = INVERSE_TEMPERATURE in self._inputs and wants_probabilities(rows)
+        key = (shape_key(rows), sampled)
         step = self._bound.get(key)
         if step is not None:
             self._bound.move_to_end(key)
             return step
         num_logits = sum(row.num_logits for row in rows)
-        buffer = self._logits
-        if num_logits > len(buffer):
-            buffer = np.empty((num_logits, buffer.shape[1]), np.float32)
-        step = BoundStep(self._session, key, self._kv, buffer, self._inputs)
+        buffers = [self._logits, self._probabilities]
+        if num_logits > len(self._logits):
+            buffers = [np.empty((num_logits, b.shape[1]), np.float32) for b in buffers]
+        logits, probabilities = buffers
+        step = BoundStep(
+            self._session,
+            key[0],
+            self._kv,
+            logits,
+            self._inputs,
+            probabilities if sampled else None,
+        )
         self._bound[key] = step
         if len(self._bound) > _MAX_BOUND_STEPS:
             self._bound.popitem(last=False)

@@ -11,6 +11,7 @@ cut to bound that memory. Rows and pieces do not change each other's results.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,13 +50,19 @@ def plan_calls(rows: Sequence[Row], *, ragged: bool, num_heads: int) -> list[lis
 
 def _pieces(row: Row, first_logit: int, num_heads: int) -> Iterator[Part]:
     """The row in order, cut where its scores would take too much memory; a short one is whole."""
+    if len(row.tokens) <= SHORT_ROW_TOKENS:
+        yield Part(row, first_logit)
+        return
     end = row.past_len + len(row.tokens)
     size = max(SHORT_ROW_TOKENS, MAX_SCORE_BYTES // (4 * num_heads * end))
     for start in range(0, len(row.tokens), size):
         tokens = row.tokens[start : start + size]
         after = len(row.tokens) - start - len(tokens)
         num_logits = max(0, min(len(tokens), row.num_logits - after))
-        yield Part(Row(row.seq_id, row.slot, row.past_len + start, tokens, num_logits), first_logit)
+        piece = dataclasses.replace(
+            row, past_len=row.past_len + start, tokens=tokens, num_logits=num_logits
+        )
+        yield Part(piece, first_logit)
         first_logit += num_logits
 
 

@@ -28,6 +28,10 @@ def shape_key(rows: Sequence[Row]) -> ShapeKey:
     return tuple([(row.slot, len(row.tokens), row.num_logits) for row in rows])
 
 
+def wants_probabilities(rows: Sequence[Row]) -> bool:
+    return any(row.num_logits and row.inverse_temperature for row in rows)
+
+
 @dataclass(frozen=True, slots=True)
 class StepIndices:
     """Index arrays of a step shape (names as in runtime.manifest). B slots from `first_slot`."""
@@ -76,7 +80,9 @@ class BoundStep:
         kv: KvStorage,
         logits_buffer: NDArray[np.float32],
         inputs: frozenset[str],
+        probabilities_buffer: NDArray[np.float32] | None,
     ) -> None:
+        """`probabilities_buffer`: where they go, if the step is to compute them."""
         indices = step_indices(key)
         self.num_logits = len(indices.logits_index)
         # A chunk in the middle of a prompt needs no logits; the graph computes one row anyway.
@@ -86,7 +92,7 @@ class BoundStep:
         self._seqlens_k = np.zeros(indices.num_slots, np.int32)
         self._counts = np.array([tokens for _, tokens, _ in key], np.int32)
         total = np.array(kv.capacity_tokens, np.int32)
-        feeds = {
+        feeds: dict[str, NDArray[Any]] = {
             io.INPUT_IDS: self._ids,
             io.GATHER_INDEX: indices.gather,
             io.SCATTER_INDEX: indices.scatter,
@@ -94,6 +100,7 @@ class BoundStep:
             io.TOTAL_TOKENS: total,
             io.QUERY_SEQLENS: indices.query_seqlens,
             io.LOGITS_INDEX: logits_index,
+            io.INVERSE_TEMPERATURE: np.zeros((len(logits_index), 1), np.float32),
         }
         rows = len(logits_index)
         self.logits = logits_buffer[:rows]
@@ -108,6 +115,11 @@ class BoundStep:
         self._outputs = [value(self.logits), value(self.entropy)]
         binding.bind_ortvalue_output(io.LOGITS, self._outputs[0])
         binding.bind_ortvalue_output(io.ENTROPY, self._outputs[1])
+        self.probabilities = None
+        if probabilities_buffer is not None:
+            self.probabilities = probabilities_buffer[:rows]
+            self._outputs.append(value(self.probabilities))
+            binding.bind_ortvalue_output(io.PROBABILITIES, self._outputs[2])
         last_slot = indices.first_slot + indices.num_slots
         for i, tensor in enumerate(kv.bind_range(indices.first_slot, last_slot)):
             past, present = (
@@ -126,3 +138,7 @@ class BoundStep:
         past = np.array([row.past_len for row in rows], np.int32)
         # Contract of the operator: past + new - 1; an idle slot's value is not looked at.
         self._seqlens_k[self._offsets] = past + self._counts - 1
+        if self.probabilities is not None:
+            self._feeds[io.INVERSE_TEMPERATURE][0][:, 0] = [
+                row.inverse_temperature for row in rows for _ in range(row.num_logits)
+            ]

@@ -16,7 +16,7 @@ HEADRACE = "headrace"
 OPSET = 23  # first with RMSNormalization
 IR_VERSION = 11
 
-Attributes = Mapping[str, int | float | str | Sequence[int]]
+Attributes = Mapping[str, int | float | str | Sequence[int] | ir.Graph]
 
 
 class GraphBuilder:
@@ -84,6 +84,21 @@ class GraphBuilder:
         """A call of a model-local function, which becomes part of the model."""
         self._functions.setdefault(function.name, function)
         return self.op(function.name, *inputs, domain=function.domain)
+
+    def branch(
+        self,
+        condition: ir.Value,
+        then: Callable[[ir.tape.Tape], ir.Value],
+        otherwise: Callable[[ir.tape.Tape], ir.Value],
+    ) -> ir.Value:
+        """An If; its branches may use values from outside."""
+        bodies = {}
+        for name, make in (("then_branch", then), ("else_branch", otherwise)):
+            tape = ir.tape.Tape()
+            output = make(tape)
+            output.name = self._unique("/".join([*self._scope, name]))
+            bodies[name] = ir.Graph([], [output], nodes=tape.nodes, name=output.name)
+        return self.op("If", condition, attributes=bodies)
 
     def next_row_set(self) -> None:
         """From here on values have other rows than before."""

@@ -71,12 +71,14 @@ class _StepInputs:
     seqlens_k: ir.Value
     total: ir.Value
     logits_index: ir.Value
+    inverse_temperature: ir.Value
     query_seqlens: ir.Value | None
     position_ids: ir.Value | None
     attention_bias: ir.Value | None
 
     def all(self) -> list[ir.Value]:
-        named = (self.gather, self.scatter, self.seqlens_k, self.total, self.logits_index)
+        indices = (self.gather, self.scatter, self.seqlens_k, self.total, self.logits_index)
+        named = (*indices, self.inverse_temperature)
         optional = (self.query_seqlens, self.position_ids, self.attention_bias)
         return [*named, *(value for value in optional if value is not None)]
 
@@ -101,6 +103,7 @@ def _step_inputs(form: str) -> _StepInputs:
         seqlens_k=graph_input(io.SEQLENS_K, int32, ["B"]),
         total=graph_input(io.TOTAL_TOKENS, int32, []),
         logits_index=graph_input(io.LOGITS_INDEX, int64, ["R"]),
+        inverse_temperature=graph_input(io.INVERSE_TEMPERATURE, float32, ["R", 1]),
         query_seqlens=graph_input(io.QUERY_SEQLENS, int32, ["B"]) if ragged else None,
         position_ids=graph_input(io.POSITION_IDS, int64, ["B", "S"]) if tree else None,
         attention_bias=(
@@ -133,10 +136,13 @@ class _Decoder:
                 normed, residual = self._layer(layer, normed, residual)
             on_layer(layer + 1)
         logits, entropy = self._head(normed)
+        with g.scope("sampling"):
+            probabilities = self._probabilities(logits)
         float32 = ir.DataType.FLOAT
         outputs = [
             named_output(logits, io.LOGITS, float32, ["R", spec.vocab_size]),
             named_output(entropy, io.ENTROPY, float32, ["R"]),
+            named_output(probabilities, io.PROBABILITIES, float32, ["P", spec.vocab_size]),
             named_output(normed, io.HIDDEN, float32, ["R", spec.hidden_size]),
         ]
         return g.model(
@@ -243,6 +249,19 @@ class _Decoder:
             weighted = g.op("Mul", g.op("Exp", log_p), log_p)
             total = g.op("ReduceSum", weighted, last, attributes={"keepdims": 0})
             return logits, g.op("Neg", total)
+
+    def _probabilities(self, logits: ir.Value) -> ir.Value:
+        """softmax(logits * inverse_temperature), only where some row has a temperature."""
+        g, inverse = self.g, self.step.inverse_temperature
+        axes = g.constant("axes_all", np.array([0, 1], np.int64))
+        highest = g.op("ReduceMax", inverse, axes, attributes={"keepdims": 0})
+        wanted = g.op("Greater", highest, g.constant("zero", np.array(0, np.float32)))
+        none = np.zeros((0, self.spec.vocab_size), np.float32)
+        return g.branch(
+            wanted,
+            lambda b: b.op("Softmax", [b.op("Mul", [logits, inverse])], {"axis": -1}),
+            lambda b: b.op("Constant", [], {"value": ir.tensor(none, name="no_rows")}),
+        )
 
     def _linear(self, x: ir.Value, *names: str, bias: bool) -> ir.Value:
         y = self.parts.layer_format.linear(self.g, x, self.parts.weight(*names))

@@ -151,3 +151,23 @@ def test_entropy_belongs_to_its_row(backend: CpuBackend) -> None:
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(out.entropy_nats, -(p * np.log(p)).sum(axis=1), atol=1e-4)
+
+
+def test_probabilities_are_of_the_scaled_logits(backend: CpuBackend) -> None:
+    """Each row at its own temperature, the same bits alone; none where no row wants any."""
+    texts = sequences(4, seed=14)
+    inverse = [0.0, 1.0, 1.25, 2.0]
+    rows = [Row(i, i, 0, tuple(tokens), 1, inverse[i]) for i, tokens in enumerate(texts)]
+    out = backend.collect(backend.submit(StepPlan(1, tuple(rows))))
+    assert out.probabilities is not None
+    logits, probabilities = out.logits.copy(), out.probabilities.copy()
+    for i, row in enumerate(rows):
+        alone = backend.collect(backend.submit(StepPlan(2, (row,))))
+        if not inverse[i]:
+            assert alone.probabilities is None
+            continue
+        assert alone.probabilities is not None
+        np.testing.assert_array_equal(alone.probabilities[0], probabilities[i])
+        scaled = (logits[i] - logits[i].max()).astype(np.float64) * inverse[i]
+        expected = np.exp(scaled) / np.exp(scaled).sum()
+        np.testing.assert_allclose(probabilities[i], expected, rtol=1e-4, atol=1e-7)

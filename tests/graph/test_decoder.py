@@ -145,6 +145,7 @@ def _run_tree_as_chain(graph: Path, tokens: list[int], capacity: int) -> np.ndar
         "total_tokens": np.array(capacity, np.int32),
         "query_seqlens": np.array([n], np.int32),
         "logits_index": span,
+        "inverse_temperature": np.zeros((n, 1), np.float32),
         "position_ids": span[None],
         "attention_bias": np.zeros((1, 1, n, capacity), np.float32),
     }

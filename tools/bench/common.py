@@ -18,8 +18,8 @@ from headrace.runtime.core import StepPlan
 from headrace.runtime.hardware import probe_hardware
 from headrace.runtime.manifest import read_manifest
 
-# Idle pools of other sessions spin for a moment after their last step and would slow the next one.
-SETTLE_S = 0.02
+# Threads of other sessions spin for 40 ms after their last step and would slow the next one.
+SETTLE_S = 0.06
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

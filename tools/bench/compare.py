@@ -10,7 +10,6 @@ over the rounds of what was measured next to each other.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,6 @@ from headrace.runtime.bench import decode_plan, fill_plans
 from headrace.runtime.core import KvRelease, Row, StepPlan
 
 DECODE_STEPS = 4  # timed together in one round
-# The threads of the package that was measured before spin for 40 ms, on the same cores.
-SETTLE_S = 0.06
 
 Loaded = Mapping[str, tuple[Backend, Capabilities]]
 
@@ -73,7 +70,6 @@ def prefill_plans(caps: Capabilities, length: int) -> list[StepPlan]:
 
 def _prefill_case(loaded: Loaded, length: int, rounds: int) -> dict[str, Any]:
     def measure(backend: Backend, caps: Capabilities) -> float:
-        time.sleep(SETTLE_S)
         return length / common.run_plans(backend, prefill_plans(caps, length))
 
     measures = {name: partial(measure, *both) for name, both in loaded.items()}
@@ -91,7 +87,6 @@ def _decode_cases(
         plans = [decode_plan(rows, context)] * DECODE_STEPS
 
         def measure(backend: Backend, plans: list[StepPlan]) -> float:
-            time.sleep(SETTLE_S)
             common.run_plans(backend, plans[:1])  # weights of another package are in the cache
             return plans[0].num_tokens * len(plans) / common.run_plans(backend, plans)
 

@@ -1,0 +1,45 @@
+"""Sampling from probabilities that the model's graph computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
+from sampling_samples import AMBIGUOUS, cases, make_sampler
+
+from headrace.runtime import sampling_reference as reference
+from headrace.runtime.config import GenerationConfig
+from headrace.runtime.sampling import Logits
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(cases(vocab_sizes=(256, 768)))
+def test_given_probabilities_draw_the_same(
+    case: tuple[GenerationConfig, Logits, list[int], list[int], int, int],
+) -> None:
+    """Probabilities computed elsewhere, in float32, replace the exponentials."""
+    config, logits, prompt, answer, seed, position = case
+    sampler = make_sampler(config, logits.size, prompt=prompt, answer=answer, eos=(0,), seed=seed)
+    assume(sampler.inverse_temperature)
+    assert sampler.inverse_temperature == 1 / config.temperature
+    scaled = (logits - logits.max()) * np.float32(sampler.inverse_temperature)
+    weights = np.exp(scaled)
+    probabilities = weights / weights.sum()
+    slow = reference.sample(config, logits, prompt, answer, (0,), seed, position)
+    token, _, _ = sampler.sample(logits.copy(), position, probabilities)
+    if slow.margin < AMBIGUOUS:
+        event("ambiguous: within 1e-6 of a boundary")
+    else:
+        assert token == slow.token_id
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}, {"min_new_tokens": 2}, {"top_k": 5}],
+    ids=str,
+)
+def test_no_probabilities_where_logits_are_changed_or_cut_first(values: dict[str, Any]) -> None:
+    config = GenerationConfig(temperature=0.8, **values)
+    assert make_sampler(config, 64).inverse_temperature == 0.0

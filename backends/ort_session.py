@@ -56,7 +56,7 @@ def cpu_session(graph: Path, num_threads: int, entries: Mapping[str, str]) -> An
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors are raised; the library prints nothing
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
     with map_ort_errors(f"loading {graph}"):

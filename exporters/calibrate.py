@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -28,7 +29,9 @@ from headrace.exporters.graph.linear import BlockFormat, Float32
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.validate import Fidelity, FidelityMeter, GraphRunner
 from headrace.runtime.chat import render_chat
-from headrace.runtime.errors import ExportError
+from headrace.runtime.errors import ExportError, TemplateError
+
+logger = logging.getLogger(__name__)
 
 KV_GATE_NATS = 0.005
 _MARGIN = np.float32(1.1)
@@ -57,12 +60,20 @@ def calibration_chunks(
     if chat_template is None:
         return prose
     conversations = json.loads((folder / "calibration_chat.json").read_text(encoding="utf-8"))
-    chats = []
-    for messages in conversations:
-        segments = render_chat(chat_template, messages, add_generation_prompt=False)
-        chats.append(_encode(tokenizer, "".join(t for t, _ in segments), spec.vocab_size)[:size])
+    try:
+        chats = [_chat_ids(tokenizer, chat_template, chat, spec)[:size] for chat in conversations]
+    except TemplateError as error:  # a picky template is no reason not to export
+        logger.warning("calibrating on prose only: the chat template fails: %s", error)
+        return prose
     # Interleaved, so that what is held out for the gate has both.
     return [chunk for pair in zip(prose, chats, strict=False) for chunk in pair]
+
+
+def _chat_ids(
+    tokenizer: Tokenizer, template: str, messages: list[dict[str, str]], spec: DecoderSpec
+) -> list[int]:
+    segments = render_chat(template, messages, add_generation_prompt=False)
+    return _encode(tokenizer, "".join(text for text, _ in segments), spec.vocab_size)
 
 
 def _encode(tokenizer: Tokenizer, text: str, vocab_size: int) -> list[int]:
@@ -90,7 +101,8 @@ def calibrate_kv(
         ir.save(build_decoder(plain, store, "uniform"), folder / "float.onnx")
         store.flush()
         reference = GraphRunner(folder / "float.onnx", capacity)
-        scales = _absmax_scales(reference, [c for i, c in enumerate(chunks) if i % 3 != 2], advance)
+        seen = [c for i, c in enumerate(chunks) if not _is_held_out(i)]
+        scales = _absmax_scales(reference, seen, advance)
         quantized = dataclasses.replace(plain, kv_scales=scales)
         ir.save(build_decoder(quantized, store, "uniform"), folder / "int8.onnx")
     model = GraphRunner(folder / "int8.onnx", capacity)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -29,9 +28,7 @@ from headrace.exporters.graph.linear import BlockFormat, Float32
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.validate import Fidelity, FidelityMeter, GraphRunner
 from headrace.runtime.chat import render_chat
-from headrace.runtime.errors import ExportError, TemplateError
-
-logger = logging.getLogger(__name__)
+from headrace.runtime.errors import ExportError
 
 KV_GATE_NATS = 0.005
 _MARGIN = np.float32(1.1)
@@ -60,11 +57,7 @@ def calibration_chunks(
     if chat_template is None:
         return prose
     conversations = json.loads((folder / "calibration_chat.json").read_text(encoding="utf-8"))
-    try:
-        chats = [_chat_ids(tokenizer, chat_template, chat, spec)[:size] for chat in conversations]
-    except TemplateError as error:  # a picky template is no reason not to export
-        logger.warning("calibrating on prose only: the chat template fails: %s", error)
-        return prose
+    chats = [_chat_ids(tokenizer, chat_template, chat, spec)[:size] for chat in conversations]
     # Interleaved, so that what is held out for the gate has both.
     return [chunk for pair in zip(prose, chats, strict=False) for chunk in pair]
 

@@ -33,7 +33,7 @@ PINS = ROOT / "tools" / "constraints.txt"
 PACKAGE = ROOT / ".cache" / "packages" / "smollm2"
 QUESTION = "What is the capital of France?"
 # What some tests use where it is there; they say so when they skip.
-SYSTEM_PACKAGES = {"qemu-x86_64": "qemu-user", "strace": "strace"}
+SYSTEM_PACKAGES = {"qemu-x86_64": "qemu-user"}
 
 _START = time.monotonic()
 _HEARTBEAT_S = 20.0  # a slow step says that it is alive this often
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-system-packages",
         action="store_true",
-        help="test: do not install qemu-user and strace, not even as root on Debian",
+        help="test: do not install qemu-user, not even as root on Debian",
     )
     return parser
 

@@ -77,6 +77,7 @@ class CpuBackend:
         )
         self._check_vocabulary(graph)
         self._inputs = frozenset(graph.inputs)
+        self._gives_probabilities = INVERSE_TEMPERATURE in self._inputs
         self._ragged = graph.form != "uniform"
         model = self._manifest.model
         context = min(model.context_tokens, self._config.context_tokens or model.context_tokens)
@@ -134,7 +135,7 @@ class CpuBackend:
         num_logits = sum(row.num_logits for row in rows)
         logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
         entropy = np.empty(num_logits, np.float32)
-        probabilities = np.empty_like(logits) if wants_probabilities(rows) else None
+        probabilities = np.empty_like(logits) if self._is_sampled(rows) else None
         model_ms = 0.0
         for call in calls:
             out = self._run_call([part.row for part in call])
@@ -160,8 +161,12 @@ class CpuBackend:
         probabilities = None if step.probabilities is None else step.probabilities[:n]
         return StepOutput(step.logits[:n], step.entropy[:n], model_ms, probabilities)
 
+    def _is_sampled(self, rows: Sequence[Row]) -> bool:
+        """Whether probabilities are wanted, and the graph has them."""
+        return self._gives_probabilities and wants_probabilities(rows)
+
     def _bound_step(self, rows: Sequence[Row]) -> BoundStep:
-        sampled = INVERSE_TEMPERATURE in self._inputs and wants_probabilities(rows)
+        sampled = self._is_sampled(rows)
         key = (shape_key(rows), sampled)
         step = self._bound.get(key)
         if step is not None:

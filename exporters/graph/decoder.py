@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import onnx_ir as ir
@@ -121,8 +122,9 @@ class _Decoder:
         self.cache_outputs: list[ir.Value] = []
         # Rows of packed positions beyond the context can occur as padding of the longest row.
         positions = self.spec.context_tokens + io.MAX_ROW_TOKENS
-        self.cos = g.weight("rope.cos", lambda: rope_tables(self.spec, positions)[0])
-        self.sin = g.weight("rope.sin", lambda: rope_tables(self.spec, positions)[1])
+        tables = cache(lambda: rope_tables(self.spec, positions))
+        self.cos = g.weight("rope.cos", lambda: tables()[0])
+        self.sin = g.weight("rope.sin", lambda: tables()[1])
 
     def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step

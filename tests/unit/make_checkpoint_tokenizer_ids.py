@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from checkpoint_samples import TOKENS, real_model, write_gguf
+from checkpoint_samples import TOKENS, write_gguf
 from llama_cpp import Llama
+from smollm2 import require_checkpoint
 
 from headrace.exporters.checkpoint.golden import GOLDEN_TEXTS
 
@@ -105,7 +106,7 @@ def main() -> None:
     texts = odd_texts(300, seed=7)
     tokens, merges = pair_vocabulary()
     result: dict[str, Any] = {
-        "smollm": cases(real_model(), texts),
+        "smollm": cases(require_checkpoint(), texts),
         "pre": {"tokens": tokens, "merges": merges},
         "sentencepiece": {},
     }

@@ -19,7 +19,6 @@ from checkpoint_samples import (
     LAYERS,
     VOCAB,
     hf_tensors,
-    real_model,
     write_gguf,
 )
 from gguf import GGMLQuantizationType as Type
@@ -27,6 +26,7 @@ from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits, dequantize, quantize
 from numpy.typing import NDArray
+from smollm2 import require_checkpoint
 
 from headrace.exporters.checkpoint import gguf_data
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
@@ -259,7 +259,7 @@ def test_file_cut_after_opening(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_real_checkpoint() -> None:
-    path = real_model()
+    path = require_checkpoint()
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.sha256() == (

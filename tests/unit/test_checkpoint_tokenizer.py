@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_samples import CONTROL, TOKENS, TYPES, USER, default_metadata, real_model
+from checkpoint_samples import CONTROL, TOKENS, TYPES, USER, default_metadata
+from smollm2 import require_checkpoint
 from tokenizers import Tokenizer
 
 from headrace.exporters.checkpoint.gguf_config import GgufMetadata
@@ -33,7 +34,7 @@ def stored() -> Any:
 
 @cache
 def real_metadata() -> dict[str, Value]:
-    return read_header(real_model()).metadata
+    return read_header(require_checkpoint()).metadata
 
 
 def source(metadata: dict[str, Any]) -> TokenizerSource:

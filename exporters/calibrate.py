@@ -1,9 +1,9 @@
-"""Scales of the INT8 KV cache, and the gate that decides whether it may be used.
+"""What calibration text shows: scales of a quantized KV cache, Gram matrices, and fidelity.
 
 Keys (after rotation) and values are quantized with static symmetric scales, one for each layer, KV
-head and channel: 1.1 x absmax / 127 over 4,096 tokens of prose and some conversations. The margin
-matters: clipping hurts more than coarseness. The gate compares, on text that was not calibrated on,
-an INT8 with a float32 cache of the same weights.
+head and channel: 1.1 x absmax / 127 (or / 7) over about 4,600 tokens of prose and some
+conversations. The margin matters: clipping hurts more than coarseness. The gate compares, on text
+that was not calibrated on, a quantized with a float32 cache of the same weights.
 
 Both are measured with float32 activations: dynamic activation rounding would amplify differences of
 1e-7 into as much as the cache itself costs. Weights are float32 too, or, where those would take too
@@ -23,43 +23,74 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from headrace.exporters.archs.spec import DecoderSpec
+from headrace.exporters.capture import CapturingFormat, Grams, collect_grams
 from headrace.exporters.graph.decoder import DecoderParts, KvScales, build_decoder
-from headrace.exporters.graph.linear import BlockFormat, Float32
+from headrace.exporters.graph.linear import BlockFormat, Float32, LinearFormat, Weight
 from headrace.exporters.graph.weights import WeightStore
-from headrace.exporters.validate import Fidelity, FidelityMeter, GraphRunner
+from headrace.exporters.validate import GraphRunner
 from headrace.runtime.chat import render_chat
 from headrace.runtime.errors import ExportError
+from headrace.runtime.fidelity import Fidelity, FidelityMeter, spread_chunks
 
 KV_GATE_NATS = 0.005
 _MARGIN = np.float32(1.1)
 _CHUNK_TOKENS = 512
 _NUM_CHUNKS = 12
-_HELD_OUT_EVERY = 4  # chunks kept for the gate
+_HELD_OUT_EVERY = 4  # pairs of chunks, one of them kept to judge on
+_HELD_OUT_TOKENS = 256
 _MAX_FLOAT32_BYTES = 2**32
 _STEP_TOKENS = 128
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CalibrationChunks:
+    """Token ids to calibrate on, and others, in shorter pieces, to judge the result on."""
+
+    seen: list[list[int]]
+    held_out: list[list[int]]
+
+
 def calibration_chunks(
-    tokenizer: Tokenizer, chat_template: str | None, spec: DecoderSpec
-) -> list[list[int]]:
-    """Token ids of the calibration texts: prose in chunks of at most 512, and conversations.
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    spec: DecoderSpec,
+    text: str | None = None,
+) -> CalibrationChunks:
+    """The calibration texts: prose in chunks of at most 512 tokens, and conversations.
 
     Conversations are rendered with the model's own template: the tokens that frame its turns have
-    keys and values that no prose shows.
+    keys and values that no prose shows. `text` takes the place of the prose that comes with
+    headrace.
+
+    Raises:
+        ExportError: the text is too short.
     """
     folder = resources.files("headrace.exporters") / "data"
-    text = (folder / "calibration_wikitext.txt").read_text(encoding="utf-8")
+    if text is None:
+        text = (folder / "calibration_wikitext.txt").read_text(encoding="utf-8")
     size = min(_CHUNK_TOKENS, spec.context_tokens)
     ids = _encode(tokenizer, text, spec.vocab_size)
-    prose = [ids[i : i + size] for i in range(0, len(ids), size)][:_NUM_CHUNKS]
+    prose = spread_chunks(ids, _NUM_CHUNKS, size)
     if len(prose) < _NUM_CHUNKS // 2:
-        raise ExportError("the tokenizer makes too few tokens of the calibration text")
-    if chat_template is None:
-        return prose
-    conversations = json.loads((folder / "calibration_chat.json").read_text(encoding="utf-8"))
-    chats = [_chat_ids(tokenizer, chat_template, chat, spec)[:size] for chat in conversations]
-    # Interleaved, so that what is held out for the gate has both.
-    return [chunk for pair in zip(prose, chats, strict=False) for chunk in pair]
+        raise ExportError(
+            f"the calibration text makes {len(ids)} tokens, {size * _NUM_CHUNKS // 2} are needed"
+        )
+    # Prose and conversations alternate, so pairs are kept out together.
+    pairs = [[chunk] for chunk in prose]
+    if chat_template is not None:
+        conversations = json.loads((folder / "calibration_chat.json").read_text(encoding="utf-8"))
+        for pair, chat in zip(pairs, conversations, strict=False):
+            pair.append(_chat_ids(tokenizer, chat_template, chat, spec)[:size])
+    last = _HELD_OUT_EVERY - 1
+    return CalibrationChunks(
+        [c for i, pair in enumerate(pairs) for c in pair if i % _HELD_OUT_EVERY != last],
+        [
+            c[:_HELD_OUT_TOKENS]
+            for i, pair in enumerate(pairs)
+            for c in pair
+            if i % _HELD_OUT_EVERY == last
+        ],
+    )
 
 
 def _chat_ids(
@@ -75,58 +106,113 @@ def _encode(tokenizer: Tokenizer, text: str, vocab_size: int) -> list[int]:
     return [i for i in ids if i < vocab_size]
 
 
-def calibrate_kv(
-    parts: DecoderParts,
-    chunks: Sequence[Sequence[int]],
-    folder: Path,
-    advance: Callable[[], None] = lambda: None,
-) -> tuple[KvScales, Fidelity]:
-    """Measure scales and what they cost; `folder` takes temporary graphs.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calibration:
+    """What calibration text showed.
 
-    `advance` is called once a chunk.
+    Attributes:
+        kv_scales: of the quantized cache; `kv_fidelity` is what that cache costs.
+        grams: of the inputs of all linear layers, or None where they were not wanted.
+        reference: the float32-activation graph that was measured.
     """
-    small = 4 * _num_weights(parts.spec) <= _MAX_FLOAT32_BYTES
-    fmt = Float32() if small else BlockFormat("calibration", 8, accuracy_level=1)
+
+    kv_scales: KvScales | None
+    kv_fidelity: Fidelity | None
+    grams: Grams | None
+    reference: Path
+
+
+def calibrate(
+    parts: DecoderParts,
+    chunks: CalibrationChunks,
+    folder: Path,
+    *,
+    kv_bits: int | None,
+    grams: bool,
+    advance: Callable[[], None] = lambda: None,
+) -> Calibration:
+    """Measure cache scales and what they cost, and Gram matrices.
+
+    Args:
+        folder: takes graphs, a weight file and matrices; the result refers to them.
+        kv_bits: of the cache, 8 or 4, or None for no scales.
+        advance: called once a chunk and pass over it.
+    """
+    fmt = calibration_format(parts.spec)
     plain = dataclasses.replace(parts, layer_format=fmt, head_format=fmt, kv_scales=None)
-    capacity = max(len(chunk) for chunk in chunks) + _STEP_TOKENS
-    held_out = [c for i, c in enumerate(chunks) if _is_held_out(i)]
-    with WeightStore(folder, "calibration.bin") as store:
-        ir.save(build_decoder(plain, store, "uniform"), folder / "float.onnx")
-        store.flush()
-        reference = GraphRunner(folder / "float.onnx", capacity)
-        seen = [c for i, c in enumerate(chunks) if not _is_held_out(i)]
-        scales = _absmax_scales(reference, seen, advance)
-        quantized = dataclasses.replace(plain, kv_scales=scales)
-        ir.save(build_decoder(quantized, store, "uniform"), folder / "int8.onnx")
-    model = GraphRunner(folder / "int8.onnx", capacity)
-    meter = FidelityMeter()
-    for chunk in held_out:
-        reference.reset()
-        model.reset()
-        for step in _steps(chunk):
-            meter.add(reference.run(step), model.run(step))
-        advance()
-    return scales, meter.result()
-
-
-def _absmax_scales(
-    runner: GraphRunner, chunks: Sequence[Sequence[int]], advance: Callable[[], None]
-) -> KvScales:
+    reference = folder / "float.onnx"
     peaks: list[np.ndarray] = []
-    for chunk in chunks:
-        runner.reset()
-        for step in _steps(chunk):
-            runner.run(step, last_only=True)
-        # [2, layers, kv_heads, head_dim]
-        peaks.append(np.stack([np.abs(part).max(axis=2) for part in runner.cache()]))
+
+    def on_chunk(runner: GraphRunner | None) -> None:
+        if runner is not None and kv_bits is not None:
+            # [2, layers, kv_heads, head_dim]
+            peaks.append(np.stack([np.abs(part).max(axis=2) for part in runner.cache()]))
         advance()
-    key, value = np.maximum(np.max(peaks, axis=0), 1e-6) * _MARGIN / np.float32(127)
-    return KvScales(key.astype(np.float32), value.astype(np.float32))
+
+    with WeightStore(folder, "calibration.bin") as store:
+        ir.save(build_decoder(plain, store, "uniform"), reference)
+        store.flush()
+
+        def build(capturing: CapturingFormat) -> ir.Model:
+            formats = dataclasses.replace(plain, layer_format=capturing, head_format=capturing)
+            return build_decoder(formats, store, "uniform")
+
+        collected = None
+        if grams:
+            collected = collect_grams(build, fmt, chunks.seen, folder, on_chunk)
+        elif kv_bits is not None:
+            runner = GraphRunner(reference, max(map(len, chunks.seen)))
+            for chunk in chunks.seen:
+                runner.reset()
+                runner.append(chunk, last_only=True)
+                on_chunk(runner)
+            del runner
+        if kv_bits is None:
+            return Calibration(None, None, collected, reference)
+        top = np.float32((1 << (kv_bits - 1)) - 1)
+        key, value = np.maximum(np.max(peaks, axis=0), 1e-6) * _MARGIN / top
+        scales = KvScales(key.astype(np.float32), value.astype(np.float32), kv_bits)
+        quantized = dataclasses.replace(plain, kv_scales=scales)
+        ir.save(build_decoder(quantized, store, "uniform"), folder / "cache.onnx")
+    fidelity = compare_graphs(reference, folder / "cache.onnx", chunks.held_out, advance)
+    return Calibration(scales, fidelity, collected, reference)
 
 
-def _is_held_out(index: int) -> bool:
-    """Prose and conversations alternate, so pairs are kept out together."""
-    return index // 2 % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+def compare_graphs(
+    reference: Path,
+    graph: Path,
+    chunks: Sequence[Sequence[int]],
+    advance: Callable[[], None] = lambda: None,
+) -> Fidelity:
+    """Run both graphs over the same text."""
+    capacity = max(map(len, chunks)) + _STEP_TOKENS
+    runners = [GraphRunner(path, capacity) for path in (reference, graph)]
+    meter = FidelityMeter()
+    for chunk in chunks:
+        for runner in runners:
+            runner.reset()
+        for start in range(0, len(chunk), _STEP_TOKENS):
+            step = list(chunk[start : start + _STEP_TOKENS])
+            expected, actual = (runner.run(step) for runner in runners)
+            meter.add(expected, actual, chunk[start + 1 : start + 1 + len(step)])
+        advance()
+    return meter.result()
+
+
+def with_grams(parts: DecoderParts, grams: Grams) -> DecoderParts:
+    """The same model, with what each weight is multiplied with."""
+
+    def weight(*names: str) -> Weight:
+        plain = parts.weight(*names)
+        return dataclasses.replace(plain, gram=lambda: grams.load(names[0]))
+
+    return dataclasses.replace(parts, weight=weight)
+
+
+def calibration_format(spec: DecoderSpec) -> LinearFormat:
+    """Float32 activations, and weights that fit into memory."""
+    small = 4 * _num_weights(spec) <= _MAX_FLOAT32_BYTES
+    return Float32() if small else BlockFormat("calibration", 8, accuracy_level=1)
 
 
 def _num_weights(spec: DecoderSpec) -> int:
@@ -134,7 +220,3 @@ def _num_weights(spec: DecoderSpec) -> int:
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
     return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
-
-
-def _steps(chunk: Sequence[int]) -> list[list[int]]:
-    return [list(chunk[i : i + _STEP_TOKENS]) for i in range(0, len(chunk), _STEP_TOKENS)]

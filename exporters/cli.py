@@ -13,13 +13,16 @@ from pathlib import Path
 
 from headrace.exporters.package import (
     DEFAULT_FORMS,
+    DEFAULT_THRESHOLD_NATS,
     KV_CACHES,
+    ExportOptions,
     ExportResult,
     Progress,
     export_package,
 )
-from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS
+from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS, parse_rule
 from headrace.runtime.errors import ConfigError, HeadraceError
+from headrace.runtime.text_files import read_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,13 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _cleaning_up_when_terminated(), _progress_bar(args.quiet) as progress:
             result = export_package(
-                args.source,
-                args.output,
-                precision=args.precision,
-                kv_cache=args.kv_cache,
-                forms=tuple(args.form.split(",")),
-                overwrite=args.overwrite,
-                progress=progress,
+                args.source, args.output, options=_options(args), progress=progress
             )
     except ConfigError as error:
         return _complain(error, 2)
@@ -50,6 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.quiet:
         print(_summary(args.output, result))
     return 0
+
+
+def _options(args: argparse.Namespace) -> ExportOptions:
+    """Raises ConfigError: a rule is none, or the calibration text cannot be used."""
+    text = args.calibration_text
+    return ExportOptions(
+        precision=args.precision,
+        kv_cache=args.kv_cache,
+        forms=tuple(args.form.split(",")),
+        rules=[parse_rule(rule) for rule in args.rule],
+        quant_threshold=args.quant_threshold,
+        force=args.force,
+        calibrate=args.calibrate,
+        calibration_text=None if text is None else read_text(text, "calibration_text"),
+        overwrite=args.overwrite,
+    )
 
 
 def _complain(reason: object, code: int) -> int:
@@ -81,6 +94,30 @@ def _parser() -> argparse.ArgumentParser:
         default=",".join(DEFAULT_FORMS),
         metavar="LIST",
         help="graph forms: ragged, uniform, tree (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quant-threshold",
+        type=float,
+        metavar="NATS",
+        help="mean KL against the FP32 model that the package may have "
+        f"(default: {DEFAULT_THRESHOLD_NATS} for auto, else none)",
+    )
+    parser.add_argument("--force", action="store_true", help="write it although it is over that")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="pin weights by name, such as '*.down_proj=fp32'; repeatable, first match wins",
+    )
+    parser.add_argument(
+        "--calibration-text", type=Path, metavar="FILE", help="instead of the prose of headrace"
+    )
+    parser.add_argument(
+        "--no-calibration",
+        dest="calibrate",
+        action="store_false",
+        help="round to nearest, float32 cache, nothing measured: faster",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no summary")
@@ -136,9 +173,16 @@ def _summary(output: Path, result: ExportResult) -> str:
         f"{target.weight_bytes / 1e6:.0f} MB of weights",
         f"KV cache {target.kv_cache.dtype}, {target.kv_cache.bytes_per_token:,} bytes a token",
     ]
-    if result.kv_fidelity is not None:
-        kept = "adds" if target.kv_cache.dtype == "int8" else "would add"
-        lines.append(f"an INT8 KV cache {kept} {result.kv_fidelity.mean_kl_nats:.4f} nats")
+    if (cache := result.kv_fidelity) is not None:
+        kind = "INT4" if target.kv_cache.dtype == "int4" else "INT8"
+        kept = "adds" if target.kv_cache.dtype != "float32" else "would add"
+        lines.append(f"an {kind} KV cache {kept} {cache.mean_kl_nats:.4f} nats")
+    if (whole := result.fidelity) is not None:
+        lines.append(
+            f"{whole.mean_kl_nats:.4f} nats from the FP32 model (99th percentile "
+            f"{whole.p99_kl_nats:.3f}), perplexity {whole.perplexity_change:+.2%}, "
+            f"{whole.top1_agreement:.1%} of tokens agree"
+        )
     return "\n".join(lines)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +22,29 @@ from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.archs.tensors import check_tensors
 from headrace.exporters.atomic_folder import atomic_folder
-from headrace.exporters.calibrate import KV_GATE_NATS, calibrate_kv, calibration_chunks
+from headrace.exporters.calibrate import (
+    KV_GATE_NATS,
+    Calibration,
+    CalibrationChunks,
+    calibrate,
+    calibration_chunks,
+    compare_graphs,
+    with_grams,
+)
 from headrace.exporters.checkpoint.golden import golden_texts
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
 from headrace.exporters.graph.decoder import FORMS, DecoderParts, KvScales, build_decoder
+from headrace.exporters.graph.linear import Float32
 from headrace.exporters.graph.rope import inverse_frequencies
 from headrace.exporters.graph.weights import WeightStore
-from headrace.exporters.precision import DEFAULT_PRECISION, Precision, find_precision
+from headrace.exporters.measured import FormatPlan, Measurement
+from headrace.exporters.precision import DEFAULT_PRECISION, Precision, Rule, find_precision
+from headrace.exporters.report import precision_report
 from headrace.exporters.rotation import RotatedSource
-from headrace.exporters.validate import Fidelity, check_graph
+from headrace.exporters.validate import check_graph
 from headrace.exporters.weight_source import WeightSource
-from headrace.runtime.errors import CheckpointError, ConfigError
+from headrace.runtime.errors import CheckpointError, ConfigError, ExportError
+from headrace.runtime.fidelity import Fidelity
 from headrace.runtime.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
@@ -47,9 +61,12 @@ from headrace.runtime.manifest import (
 )
 
 DEFAULT_FORMS = ("ragged", "uniform")
-KV_CACHES = ("auto", "int8", "fp32")
+KV_CACHES = ("auto", "int8", "int4", "fp32")
+DEFAULT_THRESHOLD_NATS = 0.01  # of `auto`
 _MIN_ONNXRUNTIME = {"ragged": "1.32", "tree": "1.32", "uniform": "1.31"}
 _WEIGHTS_FILE = "weights.bin"
+_MAX_REPAIRS = 6
+_KV_DTYPES = {None: "float32", 8: "int8", 4: "int4"}
 
 
 class Progress(Protocol):
@@ -60,50 +77,101 @@ class Progress(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written. `kv_fidelity` is None where the cache was not calibrated."""
+    """What was written, and how far it is from the FP32 model.
+
+    `kv_fidelity` is what a quantized cache alone costs, `fidelity` the whole package, each None
+    where it was not measured.
+    """
 
     manifest: Manifest
     kv_fidelity: Fidelity | None
+    fidelity: Fidelity | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """How to export.
+
+    Attributes:
+        precision: a name of `precision.PRECISIONS`.
+        kv_cache: "int8", "int4", "fp32", or "auto": INT8 if it adds at most `KV_GATE_NATS`, and
+            fp32 for an fp32 package. What a quantized cache adds is measured and reported.
+        forms: of `graph.decoder.FORMS`.
+        rules: pins of weights to formats; the first that matches a weight wins.
+        quant_threshold: mean KL in nats against the FP32 model that the finished package may have
+            on text that was not calibrated on; None: `DEFAULT_THRESHOLD_NATS` for `auto`, no
+            limit for others.
+        force: write a package that is over the threshold.
+        calibrate: False: round to nearest and measure nothing; the cache is float32.
+        calibration_text: in place of the prose that comes with headrace.
+        overwrite: replace an existing package.
+    """
+
+    precision: str = DEFAULT_PRECISION
+    kv_cache: str = "auto"
+    forms: Sequence[str] = DEFAULT_FORMS
+    rules: Sequence[Rule] = ()
+    quant_threshold: float | None = None
+    force: bool = False
+    calibrate: bool = True
+    calibration_text: str | None = None
+    overwrite: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError: an option is unknown, or two of them exclude each other."""
+        chosen = find_precision(self.precision)
+        if self.kv_cache not in KV_CACHES:
+            raise ConfigError("kv_cache", self.kv_cache, f"one of {', '.join(KV_CACHES)}")
+        unknown = [form for form in self.forms if form not in FORMS]
+        if not self.forms or unknown:
+            raise ConfigError("form", unknown and unknown[0], f"one or more of {', '.join(FORMS)}")
+        threshold = self.quant_threshold
+        if threshold is not None and not 0 < threshold < math.inf:
+            raise ConfigError("quant_threshold", threshold, "a number of nats above 0")
+        needs = {
+            f"precision {self.precision}": bool(chosen.measured),
+            f"kv_cache {self.kv_cache}": self.kv_cache in ("int8", "int4"),
+            "quant_threshold": threshold is not None,
+            "calibration_text": self.calibration_text is not None,
+        }
+        if not self.calibrate and (wanting := [name for name, wants in needs.items() if wants]):
+            raise ConfigError("calibrate", False, f"calibration, which {wanting[0]} needs")
+
+    @property
+    def threshold_nats(self) -> float | None:
+        if self.quant_threshold is None and self.precision == "auto":
+            return DEFAULT_THRESHOLD_NATS
+        return self.quant_threshold
 
 
 def export_package(
     source: Path,
     output: Path,
     *,
-    precision: str = DEFAULT_PRECISION,
-    kv_cache: str = "auto",
-    forms: Sequence[str] = DEFAULT_FORMS,
-    overwrite: bool = False,
+    options: ExportOptions | None = None,
     progress: Progress | None = None,
+    **changes: Any,
 ) -> ExportResult:
     """Turn a checkpoint into a package.
 
     Args:
         source: a GGUF file, or a Hugging Face folder with config.json and safetensors.
         output: the package folder to make.
-        precision: a name of `precision.PRECISIONS`.
-        kv_cache: "int8", "fp32", or "auto": INT8 if it adds at most `KV_GATE_NATS`, and fp32 for
-            an fp32 package. What INT8 adds is measured and reported either way.
-        forms: of `graph.decoder.FORMS`.
-        overwrite: replace an existing package.
+        changes: fields of `ExportOptions`, over those of `options`.
 
     Raises:
         ConfigError: an option is unknown.
         CheckpointError: the source cannot be used.
-        ExportError: the package cannot be written, or its graph does not run.
+        ExportError: the package cannot be written, its graph does not run, or it is further from
+            the FP32 model than `quant_threshold`.
     """
-    chosen = find_precision(precision)
-    if kv_cache not in KV_CACHES:
-        raise ConfigError("kv_cache", kv_cache, f"one of {', '.join(KV_CACHES)}")
-    if not forms or (unknown := [form for form in forms if form not in FORMS]):
-        raise ConfigError("form", forms and unknown[0], f"one or more of {', '.join(FORMS)}")
+    chosen = dataclasses.replace(options or ExportOptions(), **changes)
+    chosen.check()
     report = progress or (lambda stage, done, total: None)
     with open_checkpoint(source) as checkpoint:
         spec = _checked_spec(checkpoint)
-        with atomic_folder(output, overwrite=overwrite, keep=source) as folder:
-            return _Export(
-                checkpoint, spec, folder, chosen, tuple(dict.fromkeys(forms)), report
-            ).run(kv_cache)
+        with atomic_folder(output, overwrite=chosen.overwrite, keep=source) as folder:
+            return _Export(checkpoint, spec, folder, chosen, report).run()
 
 
 class _Export:
@@ -114,21 +182,32 @@ class _Export:
         checkpoint: Checkpoint,
         spec: DecoderSpec,
         folder: Path,
-        precision: Precision,
-        forms: tuple[str, ...],
+        options: ExportOptions,
         progress: Progress,
     ) -> None:
         self.checkpoint, self.spec, self.folder = checkpoint, spec, folder
-        self.precision, self.forms, self.progress = precision, forms, progress
+        self.options, self.progress = options, progress
+        self.precision = find_precision(options.precision)
+        self.forms = tuple(dict.fromkeys(options.forms))
         self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
-        self.parts = _decoder_parts(self.spec, WeightSource(checkpoint), precision)
+        self.parts = _decoder_parts(spec, WeightSource(checkpoint), self.precision)
+        heads = frozenset((spec.embed, spec.head))
+        self.plan = FormatPlan(self.precision, heads, tuple(options.rules))
 
-    def run(self, kv_cache: str) -> ExportResult:
-        scales, fidelity = self._kv_scales(kv_cache)
-        target = self._write_target(dataclasses.replace(self.parts, kv_scales=scales))
+    def run(self) -> ExportResult:
+        with tempfile.TemporaryDirectory(prefix="calibrate-", dir=self.folder) as scratch:
+            target, kv_fidelity, fidelity = self._write_measured(Path(scratch))
         check_graph(self.folder / target.graphs[0].file, self.spec.vocab_size)
         tokenizer = self._write_tokenizer()
-        self._write_json("precision_report.json", self._report(target, fidelity))
+        report = precision_report(
+            target,
+            self.plan,
+            kv_fidelity,
+            fidelity,
+            self.options.threshold_nats,
+            looked_up=None if self.spec.tied_embeddings else self.spec.embed,
+        )
+        self._write_json("precision_report.json", report)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             generator="headrace",
@@ -143,25 +222,63 @@ class _Export:
             files=self._list_files(),
         )
         (self.folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        return ExportResult(manifest, fidelity)
+        return ExportResult(manifest, kv_fidelity, fidelity)
 
-    def _kv_scales(self, kv_cache: str) -> tuple[KvScales | None, Fidelity | None]:
-        if kv_cache == "fp32" or (kv_cache == "auto" and self.precision.name == "fp32"):
-            return None, None
+    def _write_measured(self, scratch: Path) -> tuple[TargetInfo, Fidelity | None, Fidelity | None]:
+        """Calibrate, choose formats, write, measure, and repair what is over the threshold."""
+        wanted = self.options.kv_cache
+        if not self.options.calibrate or (self.precision.name == "fp32" and wanted != "int8"):
+            return self._write_target(self._formatted(None)), None, None
         template = self.checkpoint.tokenizer.chat_template
-        chunks = calibration_chunks(self.tokenizer, template, self.spec)
+        text = self.options.calibration_text
+        chunks = calibration_chunks(self.tokenizer, template, self.spec, text)
+        found = self._calibrate(chunks, scratch)
+        if found.grams is not None:
+            self.parts = with_grams(self.parts, found.grams)
+        passed = found.kv_fidelity is not None and found.kv_fidelity.mean_kl_nats <= KV_GATE_NATS
+        scales = found.kv_scales if passed or wanted != "auto" else None
+        measurement = Measurement(self.plan, self.parts, chunks, scratch, self.progress)
+        if self.precision.name == "int4":
+            measurement.keep_sensitive()
+        elif self.precision.measured:
+            measurement.measure()
+        for _ in range(_MAX_REPAIRS):
+            target = self._write_target(self._formatted(scales))
+            graph = self.folder / target.graphs[-1].file
+            self.progress("measuring the package", 0, 1)
+            fidelity = compare_graphs(found.reference, graph, chunks.held_out)
+            self.progress("measuring the package", 1, 1)
+            limit = self.options.threshold_nats
+            if limit is None or fidelity.mean_kl_nats <= limit:
+                return target, found.kv_fidelity, fidelity
+            if not self.precision.measured or not measurement.upgrade(fidelity.mean_kl_nats, limit):
+                break
+            shutil.rmtree(self.folder / self.precision.target)
+        if not self.options.force:
+            raise ExportError(
+                f"quant_threshold {limit} nats cannot be met: the package is "
+                f"{fidelity.mean_kl_nats:.4f} nats from the FP32 model; raise it, choose another "
+                "precision, or --force"
+            )
+        return target, found.kv_fidelity, fidelity
+
+    def _calibrate(self, chunks: CalibrationChunks, scratch: Path) -> Calibration:
+        bits = {"fp32": None, "int4": 4}.get(self.options.kv_cache, 8)
         done = 0
 
         def advance() -> None:
             nonlocal done
             done += 1
-            self.progress("calibrating the KV cache", done, len(chunks))
+            self.progress("calibrating", done, total)
 
-        self.progress("calibrating the KV cache", 0, len(chunks))
-        with tempfile.TemporaryDirectory(prefix="calibrate-", dir=self.folder) as scratch:
-            scales, fidelity = calibrate_kv(self.parts, chunks, Path(scratch), advance)
-        passed = fidelity.mean_kl_nats <= KV_GATE_NATS
-        return (scales if passed or kv_cache == "int8" else None), fidelity
+        total = len(chunks.seen) + (len(chunks.held_out) if bits is not None else 0)
+        self.progress("calibrating", 0, total)
+        grams = self.precision.gram_formats
+        return calibrate(self.parts, chunks, scratch, kv_bits=bits, grams=grams, advance=advance)
+
+    def _formatted(self, scales: KvScales | None) -> DecoderParts:
+        fmt = self.plan.make()
+        return dataclasses.replace(self.parts, layer_format=fmt, head_format=fmt, kv_scales=scales)
 
     def _write_target(self, parts: DecoderParts) -> TargetInfo:
         name = self.precision.target
@@ -183,14 +300,14 @@ class _Export:
                 ir.save(model, folder / f"{form}.onnx")
                 graphs.append(_graph_info(model, form, f"{name}/{form}.onnx"))
             described, size = store.described(), store.size_bytes
-        kv_dtype = "float32" if parts.kv_scales is None else "int8"
+        bits = None if parts.kv_scales is None else parts.kv_scales.bits
         values = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim
         return TargetInfo(
             name=name,
             device="cpu",
             precision=self.precision.name,
             kv_cache=KvCacheInfo(
-                dtype=kv_dtype, bytes_per_token=values * (4 if kv_dtype == "float32" else 1)
+                dtype=_KV_DTYPES[bits], bytes_per_token=values * (bits or 32) // 8
             ),
             graphs=tuple(graphs),
             tensors=tuple(
@@ -216,17 +333,6 @@ class _Export:
             chat_template=template,
             golden=golden_texts(self.tokenizer),
         )
-
-    def _report(self, target: TargetInfo, fidelity: Fidelity | None) -> dict[str, Any]:
-        return {
-            "precision": self.precision.name,
-            "weight_bytes": target.weight_bytes,
-            "kv_cache": {
-                "dtype": target.kv_cache.dtype,
-                "gate_nats": KV_GATE_NATS,
-                "added": None if fidelity is None else dataclasses.asdict(fidelity),
-            },
-        }
 
     def _write_json(self, name: str, value: object) -> None:
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
@@ -260,7 +366,7 @@ def _checked_spec(checkpoint: Checkpoint) -> DecoderSpec:
 
 
 def _decoder_parts(spec: DecoderSpec, plain: WeightSource, precision: Precision) -> DecoderParts:
-    fmt = precision.make()
+    fmt = Float32()  # until the plan says what each weight gets
     rotated = RotatedSource(plain, spec) if precision.rotate else None
     source = rotated or plain
     return DecoderParts(

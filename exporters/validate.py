@@ -6,7 +6,7 @@ Used to check a graph before a package is finished and to measure fidelity; the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,15 @@ from headrace.runtime import manifest as io
 from headrace.runtime.errors import ExportError
 
 Float = NDArray[np.float32]
+_CACHE_TYPES: dict[str, type[np.generic]] = {
+    "tensor(float)": np.float32,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
+}
 
 
 class GraphRunner:
-    """One sequence on a "ragged" or "uniform" graph.
+    """One sequence on a graph of any form.
 
     Args:
         graph: the .onnx file.
@@ -49,9 +54,8 @@ class GraphRunner:
         self._cache: dict[str, NDArray[Any]] = {}
         for name, info in self._inputs.items():
             if name.startswith("past_"):
-                dtype = np.int8 if info.type == "tensor(int8)" else np.float32
                 shape = (1, info.shape[1], self._capacity, info.shape[3])
-                self._cache[name] = np.zeros(shape, dtype)
+                self._cache[name] = np.zeros(shape, _CACHE_TYPES[info.type])
 
     def run(self, token_ids: list[int], *, last_only: bool = False) -> Float:
         """Append tokens; logits float32 [len(token_ids), vocab], or [1, vocab] of the last."""
@@ -61,6 +65,17 @@ class GraphRunner:
         self, token_ids: list[int], *, last_only: bool = False
     ) -> tuple[Float, Float]:
         """As `run`, with the entropy of each row in nats."""
+        results = self.append(token_ids, last_only=last_only)
+        return results[io.LOGITS], results[io.ENTROPY]
+
+    def append(
+        self,
+        token_ids: list[int],
+        more_feeds: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> dict[str, NDArray[Any]]:
+        """Append tokens; everything that the graph gives, by name."""
         n = len(token_ids)
         span = np.arange(n, dtype=np.int64)
         feeds: dict[str, NDArray[Any]] = {
@@ -72,16 +87,21 @@ class GraphRunner:
             io.QUERY_SEQLENS: np.array([n], np.int32),
             io.LOGITS_INDEX: span[-1:] if last_only else span,
             io.INVERSE_TEMPERATURE: np.zeros((1 if last_only else n, 1), np.float32),
+            io.POSITION_IDS: self._past + span[None],
+            io.ATTENTION_BIAS: np.zeros((1, 1, n, self._capacity), np.float32),
             **self._cache,
+            **(more_feeds or {}),
         }
         values = self._session.run(
             self._outputs, {name: value for name, value in feeds.items() if name in self._inputs}
         )
         results = dict(zip(self._outputs, values, strict=True))
         for name in self._cache:
-            self._cache[name] = results[name.replace("past_", "present_", 1)]
+            # A graph that was cut down for measuring may keep no cache.
+            present = name.replace("past_", "present_", 1)
+            self._cache[name] = results.get(present, self._cache[name])
         self._past += n
-        return results[io.LOGITS], results[io.ENTROPY]
+        return results
 
     def cache(self) -> tuple[Float, Float]:
         """Keys and values so far, [layers, kv_heads, tokens, head_dim] each."""
@@ -91,39 +111,6 @@ class GraphRunner:
             for n in (io.PAST_KEY, io.PAST_VALUE)
         )
         return keys, values
-
-
-@dataclass(frozen=True, slots=True)
-class Fidelity:
-    """How far a model's next-token distributions are from a reference's, over `num_tokens`.
-
-    KL divergence D(reference || model) in nats; `top1_agreement` is the share of equal argmaxes.
-    """
-
-    num_tokens: int
-    mean_kl_nats: float
-    p99_kl_nats: float
-    top1_agreement: float
-
-
-class FidelityMeter:
-    """Collects rows of logits of two models."""
-
-    def __init__(self) -> None:
-        self._kl: list[NDArray[np.float64]] = []
-        self._same = 0
-
-    def add(self, reference: Float, model: Float) -> None:
-        """Two arrays of logits, float32 [rows, vocab]."""
-        p, q = _log_softmax(reference), _log_softmax(model)
-        self._kl.append((np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64))
-        self._same += int((reference.argmax(axis=1) == model.argmax(axis=1)).sum())
-
-    def result(self) -> Fidelity:
-        kl = np.concatenate(self._kl)
-        return Fidelity(
-            len(kl), float(kl.mean()), float(np.quantile(kl, 0.99)), self._same / len(kl)
-        )
 
 
 def check_graph(graph: Path, vocab_size: int) -> None:
@@ -139,10 +126,3 @@ def check_graph(graph: Path, vocab_size: int) -> None:
         raise ExportError(f"the exported graph does not run: {reason}") from error
     if logits.shape != (1, vocab_size) or not np.isfinite(logits).all():
         raise ExportError("the exported graph gives logits that are not finite")
-
-
-def _log_softmax(logits: Float) -> Float:
-    shifted: Float = logits - logits.max(axis=1, keepdims=True)
-    total = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
-    result: Float = shifted - np.log(total).astype(np.float32)
-    return result

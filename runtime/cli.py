@@ -100,6 +100,27 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--prompt-tokens", type=_count, default=128, metavar="N")
     parser.add_argument("--new-tokens", type=_count, default=64, metavar="N")
     parser.add_argument("--repeat", type=_count, default=3, metavar="N", help="take the median of")
+    group = parser.add_argument_group(
+        "fidelity", "Instead of speed: how far the package is from the model it was made of."
+    )
+    group.add_argument(
+        "--fidelity", type=Path, metavar="DIR", help="FP32 package of the same checkpoint"
+    )
+    group.add_argument("--text", type=Path, metavar="FILE", help="text to compare on")
+    group.add_argument(
+        "--skip",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="of the text to leave out from its start, such as 0.5",
+    )
+    group.add_argument("--text-tokens", type=_count, default=4096, metavar="N")
+    group.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines; both packages answer them with --new-tokens tokens at most",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(command=_bench)
 
@@ -184,6 +205,8 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.fidelity is not None:
+        return _bench_fidelity(args)
     from headrace.runtime import bench
 
     report = bench.measure(
@@ -197,6 +220,27 @@ def _bench(args: argparse.Namespace) -> int:
         progress=_note_progress,
     )
     print(_json(report) if args.json else bench.render(report))
+    return 0
+
+
+def _bench_fidelity(args: argparse.Namespace) -> int:
+    from headrace.runtime import bench_fidelity
+
+    if args.text is None:
+        raise ConfigError("text", None, "the file to compare on, with --fidelity")
+    report = bench_fidelity.measure_fidelity(
+        args.folder,
+        args.fidelity,
+        args.text,
+        prompts=args.prompts,
+        skip_share=args.skip,
+        text_tokens=args.text_tokens,
+        new_tokens=args.new_tokens,
+        device=args.device,
+        engine_options=engine_options(args),
+        progress=_note_progress,
+    )
+    print(_json(report) if args.json else bench_fidelity.render(report))
     return 0
 
 
@@ -231,6 +275,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in [0, 1)")
     return value
 
 

@@ -28,7 +28,7 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     manifest = read_manifest(folder)
     device = choose_device(device, manifest)
     tokenizer = Tokenizer.load(folder, manifest.tokenizer)
-    template = _chat_template(folder, manifest)
+    template = read_chat_template(folder, manifest)
     defaults = GenerationConfig.from_defaults(_generation_defaults(folder, manifest))
 
     def make_text(request: GenerationConfig) -> TextStream:
@@ -54,7 +54,8 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     return runtime
 
 
-def _chat_template(folder: Path, manifest: Manifest) -> str | None:
+def read_chat_template(folder: Path, manifest: Manifest) -> str | None:
+    """Source of the package's chat template; None where it has none."""
     name = manifest.tokenizer.chat_template
     return None if name is None else _read_text(package_path(folder, name))
 

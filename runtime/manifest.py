@@ -24,7 +24,7 @@ from headrace.runtime.errors import PackageError
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-KV_DTYPES = ("float32", "int8")
+KV_DTYPES = ("float32", "int8", "int4")
 _MAX_INT = 2**63 - 1
 
 # Longest row of a step. A slot holds context + row tokens, since attention asks for room for a
@@ -98,7 +98,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheInfo:
-    """`dtype`: "float32" or "int8" (static per-channel scales, folded into the graph)."""
+    """`dtype`: "float32", "int8" or "int4" (static per-channel scales, folded into the graph)."""
 
     dtype: str
     bytes_per_token: int

@@ -40,13 +40,21 @@ def tiny_package(
         precision: str,
         kv_cache: str = "fp32",
         forms: tuple[str, ...] = ("ragged", "uniform", "tree"),
+        calibrate: bool = True,
         **options: object,
     ) -> Path:
-        key = repr((precision, kv_cache, forms, sorted(options.items())))
+        key = repr((precision, kv_cache, forms, calibrate, sorted(options.items())))
         if key not in made:
             folder = tmp_path_factory.mktemp("package") / "tiny"
             source = tiny_checkpoint(**options)
-            export_package(source, folder, precision=precision, kv_cache=kv_cache, forms=forms)
+            export_package(
+                source,
+                folder,
+                precision=precision,
+                kv_cache=kv_cache,
+                forms=forms,
+                calibrate=calibrate,
+            )
             made[key] = folder
         return made[key]
 

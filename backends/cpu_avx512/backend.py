@@ -47,6 +47,12 @@ logger = logging.getLogger(__name__)
 _MAX_BOUND_STEPS = 32
 # Logits rows that the shared buffer has room for, a sequence: its next token and drafts.
 _LOGITS_PER_SLOT = 16
+# As attention wants them; two INT4 values share a byte.
+_KV_TYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "int8": np.dtype(np.int8),
+    "int4": np.dtype(np.uint8),
+}
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
 
@@ -83,14 +89,14 @@ class CpuBackend:
         context = min(model.context_tokens, self._config.context_tokens or model.context_tokens)
         chunk = min(self._config.max_chunk_tokens, MAX_ROW_TOKENS, context)
         slots = self._config.max_sequences
-        int8 = target.kv_cache.dtype == "int8"
+        cache = target.kv_cache.dtype
         self._kv = KvStorage(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            row_elements=model.head_dim // (2 if cache == "int4" else 1),
             capacity_tokens=context + chunk,
             num_slots=slots,
-            dtype=np.dtype(np.int8 if int8 else np.float32),
+            dtype=_KV_TYPES[cache],
         )
         # Pages come into being where they are written to.
         self._logits, self._probabilities = (
@@ -104,7 +110,7 @@ class CpuBackend:
             max_row_tokens=chunk,
             kv_bytes_per_token=target.kv_cache.bytes_per_token,
             kv_budget_tokens=self._kv_budget_tokens(target, context),
-            exact_rows=int8,
+            exact_rows=cache != "float32",
         )
 
     def submit(self, plan: StepPlan) -> int:

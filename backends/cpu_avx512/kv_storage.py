@@ -1,7 +1,7 @@
 """KV cache in row slots, in address space that the system fills with pages as they are touched.
 
-One mapping holds `[layers, 2, slots, kv_heads, capacity, head_dim]`; keys at index 0, values at 1.
-For any contiguous range of slots each (layer, key or value) is a contiguous array, which ONNX
+One mapping holds `[layers, 2, slots, kv_heads, capacity, row_elements]`; keys at index 0, values at
+1. For any contiguous range of slots each (layer, key or value) is a contiguous array, which ONNX
 Runtime binds without copying and updates in place.
 
 Memory follows use: a page comes into being when its first token is written, and goes back when its
@@ -28,7 +28,8 @@ class KvStorage:
 
     Args:
         capacity_tokens: room in a slot, rounded up to a multiple of 64.
-        dtype: int8 or float32.
+        row_elements: of a head and token; `head_dim`, or half of it where two values share a byte.
+        dtype: of an element.
 
     Raises:
         InsufficientMemoryError: the system refuses the address space.
@@ -39,14 +40,14 @@ class KvStorage:
         *,
         num_layers: int,
         num_kv_heads: int,
-        head_dim: int,
+        row_elements: int,
         capacity_tokens: int,
         num_slots: int,
         dtype: np.dtype[Any],
     ) -> None:
         self.capacity_tokens = -(-capacity_tokens // _TOKENS_ALIGNED) * _TOKENS_ALIGNED
         self.num_slots = num_slots
-        shape = (num_layers, 2, num_slots, num_kv_heads, self.capacity_tokens, head_dim)
+        shape = (num_layers, 2, num_slots, num_kv_heads, self.capacity_tokens, row_elements)
         size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         self._map = _reserve(size_bytes)
         self._cache = np.frombuffer(self._map, dtype=dtype).reshape(shape)

@@ -35,10 +35,14 @@ Float = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """INT8 cache scales: value = code * scale. float32 [layers, kv_heads, head_dim] each."""
+    """Scales of a quantized cache: value = code * scale. float32 [layers, kv_heads, head_dim] each.
+
+    `bits` is 8 or 4; two 4-bit codes share a byte.
+    """
 
     key: Float
     value: Float
+    bits: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class DecoderParts:
         weight: finds checkpoint tensors; the names are stacked along their outputs.
         vector: reads a one-dimensional tensor, float32 [n].
         layer_format: for attention and MLP; `head_format` for the embedding and the head.
-        kv_scales: an INT8 cache, or None for float32.
+        kv_scales: a quantized cache, or None for float32.
         head_matrix: float32 [hidden, hidden] that the last hidden state is multiplied with before
             the head, or None.
     """
@@ -209,7 +213,7 @@ class _Decoder:
             attributes |= {
                 "k_quant_type": "PER_CHANNEL",
                 "v_quant_type": "PER_CHANNEL",
-                "kv_cache_bit_width": 8,
+                "kv_cache_bit_width": self.parts.kv_scales.bits,
             }
         attended, key, value = g.ops(
             "GroupQueryAttention", *inputs, outputs=3, domain=MICROSOFT, attributes=attributes
@@ -324,11 +328,16 @@ class _Decoder:
 
     @property
     def _cache_dtype(self) -> ir.DataType:
-        return ir.DataType.INT8 if self.parts.kv_scales is not None else ir.DataType.FLOAT
+        scales = self.parts.kv_scales
+        if scales is None:
+            return ir.DataType.FLOAT
+        return ir.DataType.INT8 if scales.bits == 8 else ir.DataType.UINT8
 
     @property
     def _cache_shape(self) -> list[int | str]:
-        return ["B", self.spec.num_kv_heads, "C", self.spec.head_dim]
+        scales = self.parts.kv_scales
+        packed = 1 if scales is None else 8 // scales.bits  # values to an element
+        return ["B", self.spec.num_kv_heads, "C", self.spec.head_dim // packed]
 
     def _flat_heads(self) -> NDArray[np.int64]:
         return np.array([-1, self.spec.num_heads * self.spec.head_dim], np.int64)

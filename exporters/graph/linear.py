@@ -36,12 +36,14 @@ class Weight:
     Attributes:
         load: reads it, float32 [out, in].
         blocks: its quantized blocks exactly as the checkpoint holds them, or None.
+        gram: sum of x x' over what the layer was seen to multiply, float32 [in, in], or None.
     """
 
     name: str
     shape: tuple[int, int]
     load: Callable[[], Float]
     blocks: Callable[[], Blocks | None]
+    gram: Callable[[], Float | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +150,25 @@ class RowInt8Format:
         width = weights.down.shape[1]
         if biased or width % MIX_WIDTH:
             return stacked_mlp(self, g, x, weights)
-        down = weights.down
-        mixed = Weight(down.name, down.shape, lambda: mix_runs(down.load()), lambda: None)
+        mixed = _mixed(weights.down)
         stored = [v for w in (weights.gate, weights.up, mixed) for v in self._columns(g, w)]
         mix = g.constant("mix", mixing_matrix())
         shape = g.constant("mixed_shape", _ints(-1, width))
         return g.call(row_quant_gated_mlp(), x, *stored, mix, shape, _middle(g, x))
 
+    def mixed_linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
+        """`linear` with inputs mixed as `gated_mlp` mixes those of `down`."""
+        if weight.shape[1] % MIX_WIDTH:
+            return self.linear(g, x, weight)
+        runs = g.op("Reshape", x, g.constant("runs_shape", _ints(-1, MIX_WIDTH)))
+        mixed = g.op("MatMul", runs, g.constant("mix", mixing_matrix()))
+        shape = g.constant("mixed_shape", _ints(-1, weight.shape[1]))
+        return self.linear(g, g.op("Reshape", mixed, shape), _mixed(weight))
+
     def _columns(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
         """Codes [in, out], as the product wants them, and scales."""
         g.store.describe(weight.name, weight.shape, self.name)
-        quantized = cache(lambda: quantize_row_int8(weight.load()))
+        quantized = cache(lambda: quantize_row_int8(weight.load(), weight.gram()))
         codes = g.weight(
             f"{weight.name}.codes_t", lambda: np.ascontiguousarray(quantized().codes.T)
         )
@@ -167,7 +177,7 @@ class RowInt8Format:
     def _rows(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
         """Codes [out, in], as a lookup wants them, and scales."""
         g.store.describe(weight.name, weight.shape, self.name)
-        quantized = cache(lambda: quantize_row_int8(weight.load()))
+        quantized = cache(lambda: quantize_row_int8(weight.load(), weight.gram()))
         codes = g.weight(f"{weight.name}.codes", lambda: quantized().codes)
         return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
 
@@ -185,6 +195,16 @@ def mix_runs(weight: Float) -> Float:
     return np.asarray(runs @ mixing_matrix()).reshape(weight.shape)
 
 
+def _mixed(weight: Weight) -> Weight:
+    """The weight for inputs of which every run of MIX_WIDTH is mixed."""
+
+    def gram() -> Float | None:
+        plain = weight.gram()
+        return None if plain is None else mix_runs(mix_runs(plain).T)
+
+    return Weight(weight.name, weight.shape, lambda: mix_runs(weight.load()), lambda: None, gram)
+
+
 def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:
     """Zero points of the rows of x, uint8 [N, 1]: one tensor for all products of those rows."""
 
@@ -198,8 +218,9 @@ def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:
 
 
 class BlockFormat:
-    """MatMulNBits: weights in blocks. Widths that no block divides are kept in float32.
+    """MatMulNBits: weights in blocks, halved down to 16 until they divide the width.
 
+    A weight whose width is no multiple of 16 is kept in float32.
     `accuracy_level` 4 quantizes activations to INT8 in blocks, 1 keeps them float32.
     `lossless` takes over a checkpoint's own blocks where MatMulNBits can hold them. The embedding
     and a head tied to it are 8-bit, or the checkpoint's own blocks if those are symmetric:
@@ -221,12 +242,12 @@ class BlockFormat:
         self._layouts: dict[str, _BlockLayout] = {}
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
-        if weight.shape[1] % self._block_size:
+        if self._fitting(weight) is None:
             return Float32().linear(g, x, weight)
         return self._matmul(g, x, weight, self._bits, embedding=False)
 
     def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
-        if weight.shape[1] % self._block_size:
+        if self._fitting(weight) is None:
             return Float32().embed(g, ids, weight)
         layout = self._store(g, weight, 8, embedding=True)
         flat = g.op("Reshape", g.weight(f"{weight.name}.blocks", _written), _keep_flat(g))
@@ -245,7 +266,7 @@ class BlockFormat:
         )
 
     def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
-        if weight.shape[1] % self._block_size:
+        if self._fitting(weight) is None:
             return Float32().tied_head(g, x, weight)
         return self._matmul(g, x, weight, 8, embedding=True)
 
@@ -291,8 +312,16 @@ class BlockFormat:
         own = weight.blocks() if self._lossless else None
         if own is not None and not (embedding and own.zero_points is not None):
             return own
-        quantize = quantize_blocks_8bit if bits == 8 else quantize_blocks_4bit
-        return quantize(weight.load(), self._block_size)
+        size = self._fitting(weight)
+        assert size is not None
+        if bits == 8:
+            return quantize_blocks_8bit(weight.load(), size)
+        return quantize_blocks_4bit(weight.load(), size, weight.gram())
+
+    def _fitting(self, weight: Weight) -> int | None:
+        """The largest block size up to ours that divides the width; MatMulNBits takes 16 and up."""
+        sizes = (self._block_size >> n for n in range(8) if self._block_size >> n >= 16)
+        return next((size for size in sizes if weight.shape[1] % size == 0), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.exporters.quant.gptq import gptq_codes
+
 Float = NDArray[np.float32]
 _TINY = np.float32(1e-30)
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # of a 4-bit block's range
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,17 @@ class RowInt8:
         return self.codes.astype(np.float32) * self.scales[:, None]
 
 
-def quantize_row_int8(weight: Float) -> RowInt8:
-    """Round to nearest with one symmetric scale per output channel."""
-    scales = np.maximum(np.abs(weight).max(axis=1), _TINY) / np.float32(127)
-    codes = np.rint(weight / scales[:, None]).astype(np.int8)
-    return RowInt8(codes, scales.astype(np.float32))
+def quantize_row_int8(weight: Float, gram: Float | None = None) -> RowInt8:
+    """One symmetric scale per output channel; rounded by GPTQ where `gram` is known.
+
+    Without it to nearest. `gram` float32 [in, in] is the sum of x x' over the layer's inputs.
+    """
+    scales = (np.maximum(np.abs(weight).max(axis=1), _TINY) / np.float32(127)).astype(np.float32)
+    if gram is None:
+        codes = np.rint(weight / scales[:, None])
+    else:
+        codes = gptq_codes(weight, gram, scales[:, None], 0.0, -127, 127)
+    return RowInt8(codes.astype(np.int8), scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +89,49 @@ def quantize_blocks_8bit(weight: Float, block_size: int) -> Blocks:
     return Blocks(8, block_size, codes.astype(np.uint8), scales.astype(np.float32))
 
 
-def quantize_blocks_4bit(weight: Float, block_size: int) -> Blocks:
-    """Asymmetric round to nearest over [min(block, 0), max(block, 0)], packed zero points."""
+def quantize_blocks_4bit(weight: Float, block_size: int, gram: Float | None = None) -> Blocks:
+    """Asymmetric, with packed zero points: a grid over [min(block, 0), max(block, 0)].
+
+    Without `gram` rounded to nearest. With it (float32 [in, in], the sum of x x' over the layer's
+    inputs) the range of each block is shrunk where that lowers its error, weighted with the
+    diagonal of `gram`, and codes are rounded by GPTQ.
+    """
     blocks = _blocked(weight, block_size)
-    low = np.minimum(blocks.min(axis=2), 0)
-    high = np.maximum(blocks.max(axis=2), 0)
+    if gram is None:
+        scales, zero = _grid_4bit(blocks, 1.0)
+        codes = _nearest_4bit(blocks, scales, zero)
+    else:
+        scales, zero = _clipped_grid_4bit(blocks, np.diag(gram).reshape(-1, block_size))
+        scale_of, zero_of = (np.repeat(part, block_size, axis=1) for part in (scales, zero))
+        codes = gptq_codes(weight, gram, scale_of, zero_of, 0, 15).reshape(blocks.shape)
+    packed_zero = pack_nibbles(zero.astype(np.uint8))
+    return Blocks(4, block_size, pack_nibbles(codes.astype(np.uint8)), scales, packed_zero)
+
+
+def _grid_4bit(blocks: Float, shrink: float) -> tuple[Float, Float]:
+    """Scales and zero points, whole numbers from 0 to 15: float32 [out, blocks] each."""
+    low = np.minimum(blocks.min(axis=2), 0) * np.float32(shrink)
+    high = np.maximum(blocks.max(axis=2), 0) * np.float32(shrink)
     scales = (np.maximum(high - low, _TINY) / np.float32(15)).astype(np.float32)
-    zero = np.clip(np.rint(-low / scales), 0, 15).astype(np.uint8)
-    codes = np.clip(np.rint(blocks / scales[:, :, None]) + zero[:, :, None], 0, 15)
-    return Blocks(4, block_size, pack_nibbles(codes.astype(np.uint8)), scales, pack_nibbles(zero))
+    return scales, np.clip(np.rint(-low / scales), 0, 15)
+
+
+def _nearest_4bit(blocks: Float, scales: Float, zero: Float) -> Float:
+    return np.asarray(np.clip(np.rint(blocks / scales[:, :, None]) + zero[:, :, None], 0, 15))
+
+
+def _clipped_grid_4bit(blocks: Float, importance: Float) -> tuple[Float, Float]:
+    """The grid of least squared error, weighted with `importance` [blocks, block_size]."""
+    scales, zero = _grid_4bit(blocks, 1.0)
+    least = np.full(scales.shape, np.inf, np.float32)
+    for shrink in _SHRINKS:
+        tried = _grid_4bit(blocks, shrink)
+        values = (_nearest_4bit(blocks, *tried) - tried[1][:, :, None]) * tried[0][:, :, None]
+        error = np.einsum("obk,bk->ob", np.square(blocks - values), importance)
+        better = error < least
+        least = np.where(better, error, least)
+        scales, zero = np.where(better, tried[0], scales), np.where(better, tried[1], zero)
+    return scales, zero
 
 
 def pack_nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:

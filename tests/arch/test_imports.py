@@ -11,6 +11,14 @@ from sources import INSTALLED, Source, imports, sources, within
 STDLIB = tuple(sys.stdlib_module_names)
 LEAVES = ("core", "errors", "config", "manifest", "hardware", "cgroups", "topology", "isa_probe")
 
+# What exporters and runtime have in common: the package, errors, and how both judge a package.
+EXPORTERS_SHARE = (
+    "runtime.manifest",
+    "runtime.errors",
+    "runtime.fidelity",
+    "runtime.text_files",
+)
+
 # Module prefix -> what of headrace it may import. The longest prefix that fits decides.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "runtime": ("runtime", "backends.base"),
@@ -23,16 +31,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "runtime.factory": ("runtime", "backends"),
     "runtime.doctor": ("runtime", "backends"),
     "runtime.bench": ("runtime", "backends"),
+    "runtime.bench_fidelity": ("runtime", "backends"),
     "backends": ("backends", *(f"runtime.{leaf}" for leaf in LEAVES)),
     "backends.base": tuple(f"runtime.{leaf}" for leaf in LEAVES),
-    "exporters": ("exporters", "runtime.manifest", "runtime.errors"),
+    "exporters": ("exporters", *EXPORTERS_SHARE),
     # Calibrating on conversations needs the model's own rendering of them.
-    "exporters.calibrate": ("exporters", "runtime.manifest", "runtime.errors", "runtime.chat"),
+    "exporters.calibrate": ("exporters", *EXPORTERS_SHARE, "runtime.chat"),
     # One import of ONNX Runtime for all: its environment has to be set before.
     "exporters.validate": (
         "exporters",
-        "runtime.manifest",
-        "runtime.errors",
+        *EXPORTERS_SHARE,
         "backends.ort_import",
     ),
 }
@@ -44,6 +52,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         "runtime.sampling",
         "runtime.sampling_reference",
         "runtime.penalties",
+        "runtime.fidelity",
         "backends",
         "exporters",
     ),

@@ -1,7 +1,8 @@
-"""What the INT8 cache is calibrated and judged on."""
+"""What formats and the cache are calibrated and judged on, and what calibration is good for."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,30 +12,83 @@ import pytest
 from headrace.exporters.package import export_package
 from headrace.exporters.validate import GraphRunner
 
+Chunks = set[tuple[int, ...]]
+
 
 def test_no_chunk_is_both_calibrated_on_and_held_out(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales see some chunks, the gate others, and progress counts each once."""
-    fed: dict[str, set[tuple[int, ...]]] = {}
+    """Scales and Gram matrices see some tokens, fidelity others, and progress counts each once."""
+    fed: dict[str, Chunks] = {"seen": set(), "held out": set()}
 
-    def run(self: GraphRunner, token_ids: list[int], *, last_only: bool = False) -> np.ndarray:
-        fed.setdefault("seen" if last_only else "held out", set()).add(tuple(token_ids))
-        return original(self, token_ids, last_only=last_only)
+    def append(
+        self: GraphRunner, token_ids: list[int], *args: object, **options: object
+    ) -> dict[str, np.ndarray]:
+        results = original(self, token_ids, *args, **options)
+        fed["held out" if "logits" in results else "seen"].add(tuple(token_ids))
+        return results
 
-    original = GraphRunner.run
-    monkeypatch.setattr(GraphRunner, "run", run)
+    original = GraphRunner.append
+    monkeypatch.setattr(GraphRunner, "append", append)
     progress: list[tuple[int, int]] = []
     result = export_package(
         tiny_checkpoint(),
         tmp_path / "package",
         kv_cache="int8",
         progress=lambda stage, done, total: (
-            progress.append((done, total)) if "KV" in stage else None
+            progress.append((done, total)) if stage == "calibrating" else None
         ),
     )
     assert result.kv_fidelity is not None and result.kv_fidelity.num_tokens > 500
+    assert result.fidelity is not None and result.fidelity.num_tokens > 500
     fed["held out"].discard((0,))  # the smoke test of the finished graph
-    assert len(fed["seen"]) > 2 * len(fed["held out"]) > 0
-    assert not fed["seen"] & fed["held out"]
+    assert _tokens(fed["seen"]) > 2 * _tokens(fed["held out"]) > 0
+    assert not _windows(fed["seen"]) & _windows(fed["held out"])
     assert progress[0][0] == 0 and progress[-1][0] == progress[-1][1]
+
+
+def _tokens(chunks: Chunks) -> int:
+    return sum(map(len, chunks))
+
+
+def _windows(chunks: Chunks, size: int = 48) -> Chunks:
+    """Every run of `size` tokens."""
+    return {chunk[i : i + size] for chunk in chunks for i in range(len(chunk) - size + 1)}
+
+
+@pytest.mark.parametrize("precision", ["w8a8_row", "w4a8_block"])
+def test_rounding_with_gram_matrices_is_nearer_to_the_model(
+    precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """On held-out text. The same export without Gram matrices is the slow twin."""
+    from headrace.exporters import calibrate
+
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        for use in (True, False):
+            if not use:
+                patch.setattr(calibrate.Grams, "load", lambda self, name: None)
+            folder = tmp_path / str(use)
+            result = export_package(
+                tiny_checkpoint(), folder, precision=precision, kv_cache="fp32", forms=["uniform"]
+            )
+            assert result.fidelity is not None
+            errors.append(result.fidelity.mean_kl_nats)
+            report = json.loads((folder / "precision_report.json").read_text("utf-8"))
+            assert report["joint"]["mean_kl_nats"] == result.fidelity.mean_kl_nats
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_gram_matrices_in_several_passes_are_those_of_one(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass stops where its weights end; the result does not depend on how many there are."""
+    from headrace.exporters import capture
+
+    export_package(tiny_checkpoint(), tmp_path / "one", kv_cache="int8")
+    monkeypatch.setattr(capture, "_GROUP_BYTES", 100_000)
+    export_package(tiny_checkpoint(), tmp_path / "many", kv_cache="int8")
+    one, many = (
+        (tmp_path / name / "cpu_int8" / "weights.bin").read_bytes() for name in ("one", "many")
+    )
+    assert one == many

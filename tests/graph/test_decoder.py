@@ -114,7 +114,9 @@ def test_quantized_graphs_stay_near_the_reference(
 ) -> None:
     tensors, config = read_folder(tiny_checkpoint())
     expected = forward(tensors, config, PROMPT)
-    runner = GraphRunner(graph_file(tiny_package(precision, kv_cache)), 64)
+    # Four bits are rounded for the text they were calibrated on, which these tokens are not.
+    package = tiny_package(precision, kv_cache, calibrate=precision != "w4a8_block")
+    runner = GraphRunner(graph_file(package), 64)
     assert 0 < relative_error(runner.run(PROMPT), expected) < bound
 
 

@@ -309,7 +309,7 @@ def test_a_full_disk(source: Path, small_disk: Path, capsys: Capture) -> None:
     assert contents(small_disk) == {"kept/manifest.json": b"{}"}
 
 
-STAGES = ["decoder_spec", "calibrate_kv", "build_decoder", "check_graph", "file_sha256"]
+STAGES = ["decoder_spec", "calibrate", "build_decoder", "check_graph", "file_sha256"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

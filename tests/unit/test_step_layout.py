@@ -111,7 +111,7 @@ def test_uniform_calls_have_no_idle_slot(rows: list[Row]) -> None:
 
 
 def storage(**changes: int) -> KvStorage:
-    sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 64, "capacity_tokens": 100}
+    sizes = {"num_layers": 2, "num_kv_heads": 3, "row_elements": 64, "capacity_tokens": 100}
     return KvStorage(**{**sizes, "num_slots": 4, **changes}, dtype=np.dtype(np.int8))  # type: ignore[arg-type]
 
 

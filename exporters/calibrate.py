@@ -1,9 +1,10 @@
 """What calibration text shows: scales of a quantized KV cache, Gram matrices, and fidelity.
 
 Keys (after rotation) and values are quantized with static symmetric scales, one for each layer, KV
-head and channel: 1.1 x absmax / 127 (or / 7) over about 4,600 tokens of prose and some
-conversations. The margin matters: clipping hurts more than coarseness. The gate compares, on text
-that was not calibrated on, a quantized with a float32 cache of the same weights.
+head and channel: 1.1 x absmax / 127 over about 4,600 tokens of prose and some conversations. The
+margin matters: clipping hurts more than coarseness. With 4 bits it is the other way round, and each
+scale is the one of least error. The gate compares, on text that was not calibrated on, a quantized
+with a float32 cache of the same weights.
 
 Both are measured with float32 activations: dynamic activation rounding would amplify differences of
 1e-7 into as much as the cache itself costs. Weights are float32 too, or, where those would take too
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from headrace.exporters.archs.spec import DecoderSpec
@@ -40,6 +42,10 @@ _HELD_OUT_EVERY = 4  # pairs of chunks, one of them kept to judge on
 _HELD_OUT_TOKENS = 256
 _MAX_FLOAT32_BYTES = 2**32
 _STEP_TOKENS = 128
+_SAMPLE_EVERY = 4  # tokens whose keys and values are kept to find INT4 scales with
+_SHRINKS = (1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+
+Float = NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,11 +148,13 @@ def calibrate(
     plain = dataclasses.replace(parts, layer_format=fmt, head_format=fmt, kv_scales=None)
     reference = folder / "float.onnx"
     peaks: list[np.ndarray] = []
+    samples: list[np.ndarray] = []
 
     def on_chunk(runner: GraphRunner | None) -> None:
         if runner is not None and kv_bits is not None:
-            # [2, layers, kv_heads, head_dim]
-            peaks.append(np.stack([np.abs(part).max(axis=2) for part in runner.cache()]))
+            cache = np.stack(runner.cache())  # [2, layers, kv_heads, tokens, head_dim]
+            peaks.append(np.abs(cache).max(axis=3))
+            samples.append(cache[:, :, :, ::_SAMPLE_EVERY].astype(np.float16))
         advance()
 
     with WeightStore(folder, "calibration.bin") as store:
@@ -169,13 +177,36 @@ def calibrate(
             del runner
         if kv_bits is None:
             return Calibration(None, None, collected, reference)
-        top = np.float32((1 << (kv_bits - 1)) - 1)
-        key, value = np.maximum(np.max(peaks, axis=0), 1e-6) * _MARGIN / top
+        peak = np.maximum(np.max(peaks, axis=0), 1e-6)
+        if kv_bits == 8:
+            key, value = peak * _MARGIN / np.float32(127)
+        else:
+            key, value = least_error_scales(peak, np.concatenate(samples, axis=3))
         scales = KvScales(key.astype(np.float32), value.astype(np.float32), kv_bits)
         quantized = dataclasses.replace(plain, kv_scales=scales)
         ir.save(build_decoder(quantized, store, "uniform"), folder / "cache.onnx")
     fidelity = compare_graphs(reference, folder / "cache.onnx", chunks.held_out, advance)
     return Calibration(scales, fidelity, collected, reference)
+
+
+def least_error_scales(peak: Float, sample: NDArray[np.float16]) -> Float:
+    """INT4 scales, each the one of `_SHRINKS` x peak / 7 with the least squared error.
+
+    peak float32 [2, layers, kv_heads, head_dim]; sample [2, layers, kv_heads, tokens, head_dim].
+    """
+    best = peak / np.float32(7)
+    least = np.full(peak.shape, np.inf, np.float32)
+    for shrink in _SHRINKS:
+        scales = peak * np.float32(shrink / 7)
+        for i, part in enumerate(sample):  # keys, then values: half of the memory
+            values = part.astype(np.float32)
+            step = scales[i, :, :, None]
+            codes = np.clip(np.rint(values / step), -8, 7)
+            error = np.square(values - codes * step).sum(axis=2)
+            better = error < least[i]
+            least[i] = np.where(better, error, least[i])
+            best[i] = np.where(better, scales[i], best[i])
+    return best
 
 
 def compare_graphs(

@@ -10,12 +10,18 @@ with the gains folded into the weights that follow them the whole stream can liv
     head       W -> W diag(gain) Q           if it is a weight of its own
     tied head  E Q, after a product with Q' diag(gain) Q of the few rows that need logits
 
-Nothing is added to a layer at run time. Q is the same for every export of a size.
+Likewise each head's values: attention mixes tokens, not channels, so with R orthogonal
+[head_dim, head_dim]
+
+    v          each head's rows W -> R' W, bias -> R' bias
+    o          each head's columns W -> W R
+
+which leaves no outliers in what `o` multiplies and in the value cache. Nothing is added to a layer
+at run time. Q and R are the same for every export of a size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -53,6 +59,9 @@ class RotatedSource:
     def __init__(self, source: WeightSource, spec: DecoderSpec) -> None:
         self._source, self._spec = source, spec
         self._rotation = orthogonal(spec.hidden_size)
+        self._head_rotation = orthogonal(spec.head_dim)
+        self._values: set[str] = set()
+        self._outputs: set[str] = set()
         self._gain_before: dict[str, str] = {}
         self._writers: set[str] = set()
         self._norms = {f"{spec.final_norm}.weight"}
@@ -64,6 +73,8 @@ class RotatedSource:
                 self._gain_before[name.format(layer)] = f"{attention}.weight"
             for name in (names.gate, names.up):
                 self._gain_before[name.format(layer)] = f"{mlp}.weight"
+            self._values.add(names.value.format(layer))
+            self._outputs.add(names.output.format(layer))
             self._writers |= {names.output.format(layer), names.down.format(layer)}
         if not spec.tied_embeddings:
             self._gain_before[spec.head] = f"{spec.final_norm}.weight"
@@ -71,7 +82,13 @@ class RotatedSource:
     def weight(self, *names: str) -> Weight:
         """As `WeightSource.weight`."""
         plain = self._source.weight(*names)
-        return Weight(plain.name, plain.shape, self._rotated(names, plain.load), lambda: None)
+        parts = [self._source.weight(name) for name in names]
+
+        def load() -> Float:
+            loaded = [self._rotated(n, p.load()) for n, p in zip(names, parts, strict=True)]
+            return loaded[0] if len(loaded) == 1 else np.concatenate(loaded)
+
+        return Weight(plain.name, plain.shape, load, lambda: None)
 
     def vector(self, name: str) -> Float:
         """As `WeightSource.vector`; gains of norms are one, since they are folded."""
@@ -80,6 +97,8 @@ class RotatedSource:
             return np.ones_like(values)
         if name.removesuffix(".bias") in self._writers:
             return np.asarray(values @ self._rotation)
+        if name.removesuffix(".bias") in self._values:
+            return self._by_head(values[None]).reshape(-1)
         return values
 
     @cached_property
@@ -88,13 +107,17 @@ class RotatedSource:
         gain = self._source.vector(f"{self._spec.final_norm}.weight")
         return np.asarray(self._rotation.T @ (gain[:, None] * self._rotation))
 
-    def _rotated(self, names: tuple[str, ...], load: Callable[[], Float]) -> Callable[[], Float]:
-        gain_name = self._gain_before.get(names[0])  # None for the embedding
+    def _rotated(self, name: str, weight: Float) -> Float:
+        if name in self._outputs:
+            weight = self._by_head(weight)
+        if name in self._writers:
+            return np.asarray(self._rotation.T @ weight)
+        gain_name = self._gain_before.get(name)  # None for the embedding
+        gain = 1 if gain_name is None else self._source.vector(gain_name)
+        rotated = np.asarray((weight * gain) @ self._rotation, dtype=np.float32)
+        return self._by_head(rotated.T).T if name in self._values else rotated
 
-        def rotated() -> Float:
-            if names[0] in self._writers:
-                return np.asarray(self._rotation.T @ load())
-            gain = 1 if gain_name is None else self._source.vector(gain_name)
-            return np.asarray((load() * gain) @ self._rotation, dtype=np.float32)
-
-        return rotated
+    def _by_head(self, rows: Float) -> Float:
+        """float32 [n, heads * head_dim]: every head's part times R."""
+        heads = rows.reshape(len(rows), -1, self._spec.head_dim) @ self._head_rotation
+        return np.asarray(heads, np.float32).reshape(rows.shape)

@@ -1,8 +1,8 @@
 """`headrace bench --fidelity`: a package against an FP32 package of the same checkpoint.
 
 Both read the same tokens through their backends, as in production: a text in chunks, and the
-answers that the FP32 package itself writes to prompts. The package then answers the prompts, too,
-and the answers are compared token by token.
+answers that the FP32 package itself writes to prompts (the prompts are read, too, but do not
+count). The package then answers the prompts as well, and the answers are compared token by token.
 """
 
 from __future__ import annotations
@@ -52,6 +52,17 @@ class Answers:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens to compare on; predictions of the first `given` tokens do not count.
+
+    All prompts share the template's system message, which would be counted once for each.
+    """
+
+    token_ids: tuple[int, ...]
+    given: int = 0
+
+
 def measure_fidelity(
     folder: Path,
     reference: Path,
@@ -93,9 +104,11 @@ def measure_fidelity(
     ]
     both = Answers(*answers) if asked else None
     pairs = zip(asked, both.fp32 if both else (), strict=True)
-    transcripts = [[*ids, *answer] for ids, answer in pairs]
+    texts = {
+        "text": [Piece(tuple(chunk)) for chunk in chunks],
+        "answers": [Piece((*ids, *answer), len(ids)) for ids, answer in pairs],
+    }
     options = {**(engine_options or {}), "max_sequences": 1}
-    texts = {"text": chunks, "answers": transcripts}
     measured = _compare(folder, reference, texts, device, options, progress)
     progress("")
     return {
@@ -179,12 +192,12 @@ def _answer(
 def _compare(
     folder: Path,
     reference: Path,
-    texts: dict[str, list[list[int]]],
+    texts: dict[str, list[Piece]],
     device: str,
     options: dict[str, Any],
     progress: Callable[[str], None],
 ) -> dict[str, Fidelity]:
-    longest = max(len(ids) for chunks in texts.values() for ids in chunks)
+    longest = max(len(piece.token_ids) for pieces in texts.values() for piece in pieces)
     with ExitStack() as stack:
         loaded = []
         for which in (reference, folder):
@@ -194,25 +207,28 @@ def _compare(
                 raise RequestError(f"{longest} tokens exceed the context of {caps.context_tokens}")
             loaded.append((backend, min(caps.max_row_tokens, _STEP_TOKENS)))
         results = {}
-        for name, chunks in texts.items():
+        for name, pieces in texts.items():
             meter = FidelityMeter()
-            for done, ids in enumerate(chunks):
-                progress(f"comparing {name}: {done} of {len(chunks)} pieces")
-                _compare_chunk(meter, ids, loaded)
-            if chunks:
+            for done, piece in enumerate(pieces):
+                progress(f"comparing {name}: {done} of {len(pieces)} pieces")
+                _compare_piece(meter, piece, loaded)
+            if pieces:
                 results[name] = meter.result()
     return results
 
 
-def _compare_chunk(
-    meter: FidelityMeter, ids: Sequence[int], loaded: Sequence[tuple[Backend, int]]
+def _compare_piece(
+    meter: FidelityMeter, piece: Piece, loaded: Sequence[tuple[Backend, int]]
 ) -> None:
+    ids = piece.token_ids
     size = min(step for _, step in loaded)
     for start in range(0, len(ids), size):
         tokens = tuple(ids[start : start + size])
         plan = StepPlan(0, (Row(0, 0, start, tokens, len(tokens)),))
         reference, package = (b.collect(b.submit(plan)).logits for b, _ in loaded)
-        meter.add(reference, package, ids[start + 1 : start + 1 + size])
+        skipped = min(max(piece.given - 1 - start, 0), len(tokens))
+        next_ids = ids[start + 1 + skipped : start + 1 + size]
+        meter.add(reference[skipped:], package[skipped:], next_ids)
 
 
 def _load(folder: Path, device: str, options: dict[str, Any]) -> tuple[Backend, Capabilities]:

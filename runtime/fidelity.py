@@ -48,6 +48,8 @@ class FidelityMeter:
 
         The last row may lack its next token: `next_ids` has `rows` or `rows - 1` entries, or none.
         """
+        if not len(reference):
+            return
         p, q = log_softmax(reference), log_softmax(model)
         self._kl.append(_kl_nats(p, q))
         self._same += int((reference.argmax(axis=1) == model.argmax(axis=1)).sum())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from headrace.runtime.manifest import TargetInfo, read_manifest
+from headrace.runtime.manifest import HEAD_MATRIX, ModelInfo, TargetInfo, read_manifest
+
+_KV_TOKENS = 2048
 
 
 def summarize(folder: Path, *, verify: bool = False) -> dict[str, Any]:
@@ -24,12 +27,12 @@ def summarize(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         "source": dataclasses.asdict(manifest.source),
         "model": dataclasses.asdict(manifest.model),
         "chat_template": manifest.tokenizer.chat_template is not None,
-        "targets": [_target(target) for target in manifest.targets],
+        "targets": [_target(target, manifest.model) for target in manifest.targets],
         "files": [{"path": info.path, "bytes": info.bytes} for info in manifest.files],
     }
 
 
-def _target(target: TargetInfo) -> dict[str, Any]:
+def _target(target: TargetInfo, model: ModelInfo) -> dict[str, Any]:
     by_format: dict[str, list[int]] = defaultdict(list)
     for tensor in target.tensors:
         by_format[tensor.format].append(tensor.bytes)
@@ -43,11 +46,23 @@ def _target(target: TargetInfo) -> dict[str, Any]:
             for name, sizes in sorted(by_format.items(), key=lambda item: -sum(item[1]))
         },
         "kv_cache": dataclasses.asdict(target.kv_cache),
+        "against_fp16": _against_fp16(target, model),
         "graphs": [
             {"form": g.form, "file": g.file, "min_onnxruntime": g.min_onnxruntime}
             for g in target.graphs
         ],
     }
+
+
+def _against_fp16(target: TargetInfo, model: ModelInfo) -> dict[str, Any]:
+    """Bytes of weights and one sequence's KV, and what they would be with 16 bits a value."""
+    tokens = min(_KV_TOKENS, model.context_tokens)
+    # A rotated head has a matrix of its own, which an FP16 package would not need.
+    shapes = [tensor.shape for tensor in target.tensors if tensor.name != HEAD_MATRIX]
+    cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    ours = target.weight_bytes + tokens * target.kv_cache.bytes_per_token
+    fp16 = 2 * (sum(math.prod(shape) for shape in shapes) + tokens * cached)
+    return {"kv_tokens": tokens, "bytes": ours, "fp16_bytes": fp16, "saved_share": 1 - ours / fp16}
 
 
 def render(summary: dict[str, Any]) -> str:
@@ -78,6 +93,11 @@ def _render_target(target: dict[str, Any]) -> list[str]:
         f"weights {_megabytes(target['weight_bytes'])}",
         f"  KV cache {kv['dtype']}, {kv['bytes_per_token']:,} bytes a token",
     ]
+    against = target["against_fp16"]
+    lines.append(
+        f"  with {against['kv_tokens']:,} tokens of KV {_megabytes(against['bytes'])}: "
+        f"{against['saved_share']:.1%} less than {_megabytes(against['fp16_bytes'])} in FP16"
+    )
     for name, share in target["formats"].items():
         lines.append(f"  {name:14} {share['tensors']:4} tensors {_megabytes(share['bytes']):>10}")
     for graph in target["graphs"]:

@@ -48,6 +48,7 @@ PRESENT_KEY, PRESENT_VALUE = "present_key.{}", "present_value.{}"
 LOGITS = "logits"  # float32 [R, vocab]
 ENTROPY = "entropy"  # float32 [R], nats
 PROBABILITIES = "probabilities"  # float32 [R, vocab] at inverse_temperature, or [0, vocab]
+HEAD_MATRIX = "head.matrix"  # a weight: what the last hidden state is multiplied with, if rotated
 HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final norm
 
 

@@ -246,8 +246,8 @@ class _Decoder:
         weight = self.parts.weight(spec.head)
         with g.scope("head"):
             if (matrix := self.parts.head_matrix) is not None:
-                hidden = g.op("MatMul", hidden, g.weight("head.matrix", matrix))
-                g.store.describe("head.matrix", (spec.hidden_size, spec.hidden_size), "fp32")
+                hidden = g.op("MatMul", hidden, g.weight(io.HEAD_MATRIX, matrix))
+                g.store.describe(io.HEAD_MATRIX, (spec.hidden_size, spec.hidden_size), "fp32")
             emit = formats.tied_head if spec.tied_embeddings else formats.linear
             logits = emit(g, hidden, weight)
             log_p = g.op("LogSoftmax", logits, attributes={"axis": -1})

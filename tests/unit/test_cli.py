@@ -226,6 +226,10 @@ def test_inspect(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = summary["targets"][0]
     assert sum(share["bytes"] for share in target["formats"].values()) <= target["weight_bytes"]
     assert target["kv_cache"] == {"dtype": "float32", "bytes_per_token": 2 * 2 * 2 * 16 * 4}
+    against = target["against_fp16"]
+    assert against["kv_tokens"] == 512  # the context
+    assert against["bytes"] == target["weight_bytes"] + 512 * 2 * 2 * 2 * 16 * 4
+    assert -1.5 < against["saved_share"] < -0.9  # float32 takes twice as much
 
 
 def test_inspect_finds_a_changed_byte(

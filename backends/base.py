@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.runtime.core import StepPlan
+from headrace.runtime.manifest import PROBABILITY_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,37 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class Probabilities:
+    """Next-token probabilities of some rows, float32, vocabulary in blocks of PROBABILITY_BLOCK.
+
+    Attributes:
+        values: [n, vocab] padded with zeros to whole blocks.
+        block_maxima: [n, blocks].
+        block_sums: [n, blocks].
+    """
+
+    values: NDArray[np.float32]
+    block_maxima: NDArray[np.float32]
+    block_sums: NDArray[np.float32]
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int) -> Probabilities:
+        """Room for rows; pages come into being where they are written to."""
+        blocks = -(-vocab_size // PROBABILITY_BLOCK)
+        widths = (blocks * PROBABILITY_BLOCK, blocks, blocks)
+        return cls(*(np.empty((num_rows, width), np.float32) for width in widths))
+
+    def rows(self, where: int | slice) -> Probabilities:
+        """A view of some rows; of one by its index, without the leading dimension."""
+        return Probabilities(self.values[where], self.block_maxima[where], self.block_sums[where])
+
+    def assign(self, where: slice, other: Probabilities) -> None:
+        self.values[where] = other.values
+        self.block_maxima[where] = other.block_maxima
+        self.block_sums[where] = other.block_sums
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What the model said about one step.
 
@@ -50,15 +82,15 @@ class StepOutput:
             order. Owned by the backend, may be written to, valid until the next `submit`.
         entropy_nats: float32 [num_logits], of softmax(logits).
         model_ms: wall time inside the model.
-        probabilities: float32 [num_logits, vocab], softmax(logits * inverse_temperature) of the
-            rows that have one, anything for others; None where no row has or the backend does not
-            compute them. Valid as long as the logits.
+        probabilities: [num_logits, .], softmax(logits * inverse_temperature) of the rows that have
+            one, anything for others; None where no row has or the backend does not compute them.
+            Valid as long as the logits.
     """
 
     logits: NDArray[np.float32]
     entropy_nats: NDArray[np.float32]
     model_ms: float
-    probabilities: NDArray[np.float32] | None = None
+    probabilities: Probabilities | None = None
 
 
 class Backend(Protocol):

@@ -23,8 +23,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Backend, Capabilities, StepOutput
+from headrace.backends.base import Backend, Capabilities, Probabilities, StepOutput
 from headrace.runtime.batching import BatchPolicy
+from headrace.runtime.candidates import Scratch
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
@@ -37,7 +38,7 @@ from headrace.runtime.core import (
     StepResult,
 )
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
-from headrace.runtime.sampling import Sampler, Scratch, sample_seed
+from headrace.runtime.sampling import Sampler, sample_seed
 from headrace.runtime.scheduler import Limits, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -274,7 +275,8 @@ class Engine:
             finish: FinishReason | None = None
             answer.sampled = ()
             if row.num_logits:
-                given = None if output.probabilities is None else output.probabilities[line]
+                given = output.probabilities
+                given = None if given is None else given.rows(line)
                 logits, entropy = output.logits[line], entropies[line]
                 line += 1
                 try:
@@ -288,7 +290,7 @@ class Engine:
         self,
         answer: _Answer,
         logits: NDArray[np.float32],
-        probabilities: NDArray[np.float32] | None,
+        probabilities: Probabilities | None,
         entropy_nats: float,
     ) -> FinishReason | None:
         """Draw and accept one token; STOP where it ends the answer."""

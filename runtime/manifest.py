@@ -47,7 +47,10 @@ PAST_KEY, PAST_VALUE = "past_key.{}", "past_value.{}"  # [B, kv_heads, C, head_d
 PRESENT_KEY, PRESENT_VALUE = "present_key.{}", "present_value.{}"
 LOGITS = "logits"  # float32 [R, vocab]
 ENTROPY = "entropy"  # float32 [R], nats
-PROBABILITIES = "probabilities"  # float32 [R, vocab] at inverse_temperature, or [0, vocab]
+# At inverse_temperature, float32 [R, vocab] padded to whole blocks, and of each block the largest
+# and the sum, [R, blocks]. No rows where none has a temperature.
+PROBABILITIES, BLOCK_MAXIMA, BLOCK_SUMS = "probabilities", "block_maxima", "block_sums"
+PROBABILITY_BLOCK = 128  # tokens
 HEAD_MATRIX = "head.matrix"  # a weight: what the last hidden state is multiplied with, if rotated
 HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final norm
 

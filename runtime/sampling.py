@@ -16,19 +16,33 @@ The definition, of which `sampling_reference` is the slow twin:
 So a sequence's text depends on its own logits and seed only, never on its company, and drafts can
 be verified by drawing what would have been drawn without them.
 
-Speed comes from not sorting a vocabulary: a bound picks a few candidates that surely include all
-that is kept, and only those are sorted and weighed, in float64.
+Speed comes from not sorting a vocabulary (`candidates`), nor reading one where the graph gives
+probabilities with the largest of each block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from numpy.lib.introspect import opt_func_info
-from numpy.typing import NDArray
 
+from headrace.backends.base import Probabilities
+from headrace.runtime.candidates import (
+    Ids,
+    Logits,
+    Scratch,
+    alternatives,
+    at_least,
+    at_least_in_blocks,
+    descending,
+    draw_by_id,
+    draw_candidate,
+    largest,
+    log_normalizer,
+    nucleus_candidates,
+    weigh,
+)
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.core import TokenAlternative
 from headrace.runtime.errors import BackendError, RequestError
@@ -36,15 +50,9 @@ from headrace.runtime.penalties import Penalties, has_penalty
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy (as in vLLM)
 
-Logits = NDArray[np.float32]
-Ids = NDArray[np.int64]
-
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_BLOCK = 256  # tokens a block of the untruncated draw
-_COLUMNS = 64  # tokens a block maximum stands for
 _SAFE_SUMS = (1e-15, 1e25)  # between these, float32 holds a block's weights with room to spare
-_SORT_KEYS_FROM = 256  # candidates from which building sort keys costs less than it saves
 
 
 def _mix(state: int) -> int:
@@ -62,30 +70,6 @@ def uniform(seed: int, position: int) -> float:
 def sample_seed(seed: int, index: int) -> int:
     """Seed of answer `index` of `n` to one prompt; the first answer has the request's own."""
     return seed if index == 0 else _mix((_mix(seed ^ _GOLDEN) + index * _GOLDEN) & _MASK)
-
-
-class Scratch:
-    """Buffers that all samplers of one thread share.
-
-    Attributes:
-        weights: float32 [vocab].
-        blocks: float32 [blocks, 256], the same memory; what lies beyond the vocabulary is zero.
-        mask: bool [vocab].
-        exp: numpy's exp2 where it has a vector kernel here (0.6 of the time of exp, which has one
-            on more machines), or exp.
-        exponent_unit: `exp(exponent_unit)` is e.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        padded = np.zeros(-(-vocab_size // _BLOCK) * _BLOCK, np.float32)
-        self.weights = padded[:vocab_size]
-        self.blocks = padded.reshape(-1, _BLOCK)
-        self.mask = np.empty(vocab_size, np.bool_)
-        kernels = opt_func_info(func_name="^exp2$", signature="float32").get("exp2", {}).values()
-        vector = any(not kernel["current"].startswith("baseline") for kernel in kernels)
-        self.exp = np.exp2 if vector else np.exp
-        self.exponent_unit = 1.0 / math.log(2.0) if vector else 1.0
 
 
 class Sampler:
@@ -142,7 +126,7 @@ class Sampler:
         self._top_k = config.top_k if config.top_k < scratch.vocab_size else 0
         self._weighs_all = self._top_k == 0 and (config.top_p < 1.0 or config.min_p == 0.0)
         plain = self._penalties is None and not self._bias_ids.size and not config.min_new_tokens
-        wanted = self._weighs_all and plain and scratch.vocab_size % _BLOCK == 0
+        wanted = self._weighs_all and plain
         self.inverse_temperature = (self._inv_temperature or 0.0) if wanted else 0.0
 
     def accept(self, token_id: int) -> None:
@@ -159,14 +143,14 @@ class Sampler:
         return token_id in self._stop_ids and generated_len >= self.config.min_new_tokens
 
     def sample(
-        self, logits: Logits, position: int, probabilities: Logits | None = None
+        self, logits: Logits, position: int, probabilities: Probabilities | None = None
     ) -> tuple[int, float | None, tuple[TokenAlternative, ...]]:
         """Draw the token at `position` (in the whole sequence, from 0).
 
         Args:
             logits: float32 [vocab], contiguous; it is written to.
-            probabilities: float32 [vocab], softmax(logits * inverse_temperature), or None. They
-                save the exponentials of a whole vocabulary.
+            probabilities: of this row, softmax(logits * inverse_temperature), or None. They save
+                reading a whole vocabulary.
 
         Returns:
             Token id; its log probability in nats under softmax of the logits as they came, or
@@ -180,13 +164,13 @@ class Sampler:
         with np.errstate(over="ignore", invalid="ignore"):
             if self.config.logprobs is None:
                 return self._draw(logits, position, probabilities), None, ()
-            nats = _log_normalizer(logits, self._scratch)
-            top = _alternatives(logits, nats, self.config.logprobs)
+            nats = log_normalizer(logits, self._scratch)
+            top = alternatives(logits, nats, self.config.logprobs)
             raw = logits.copy()
             token = self._draw(logits, position, probabilities)
             return token, float(raw[token]) - nats, top
 
-    def _draw(self, logits: Logits, position: int, probabilities: Logits | None) -> int:
+    def _draw(self, logits: Logits, position: int, probabilities: Probabilities | None) -> int:
         self._adjust(logits)
         if self._inv_temperature is None:
             return self._best(logits)
@@ -197,41 +181,67 @@ class Sampler:
             return self._draw_weighing_all(logits, self._inv_temperature, u)
         config, peak = self.config, float(logits[self._best(logits)])
         if self._top_k:
-            ids = _descending(logits, _largest(logits, self._top_k))[: self._top_k]
+            ids = descending(logits, largest(logits, self._top_k))[: self._top_k]
         else:
             bound = peak + math.log(config.min_p) / self._inv_temperature
             margin = 1e-6 * (abs(peak) + abs(bound))  # the exact test follows, in float64
-            ids = _descending(logits, _at_least(logits, bound - margin, self._scratch))
-        return _draw_candidate(logits, ids, 0.0, self._inv_temperature, config, u)
+            ids = descending(logits, at_least(logits, bound - margin, self._scratch))
+        return draw_candidate(logits, ids, 0.0, self._inv_temperature, config, u)
 
     def _draw_weighing_all(self, logits: Logits, inv_temperature: float, u: float) -> int:
         """For top_p alone or no truncation, which need the weight of the whole vocabulary."""
         shift = 0.0  # nearly always good enough, and saves the search for the largest logit
-        sums = _weigh(logits, shift, inv_temperature, self._scratch)
+        sums = weigh(logits, shift, inv_temperature, self._scratch)
         if not _SAFE_SUMS[0] < float(sums.max()) < _SAFE_SUMS[1]:  # NaN is not, either
             shift = float(logits[self._best(logits)])
-            sums = _weigh(logits, shift, inv_temperature, self._scratch)
-        return self._draw_weighted(self._scratch.weights, sums, logits, inv_temperature, u)
+            sums = weigh(logits, shift, inv_temperature, self._scratch)
+        scratch = self._scratch
+        return self._draw_weighted(
+            scratch.weights,
+            sums,
+            lambda bound: at_least(scratch.weights, bound, scratch),
+            logits,
+            inv_temperature,
+            u,
+        )
 
     def _draw_from(
-        self, probabilities: Logits, logits: Logits, inv_temperature: float, u: float
+        self, given: Probabilities, logits: Logits, inv_temperature: float, u: float
     ) -> int:
         """`_draw_weighing_all` with weights that were computed elsewhere."""
-        sums = _block_sums(probabilities.reshape(-1, _BLOCK))
+        weights, sums = given.values, given.block_sums
         if not 0.5 < float(sums.sum()) < 2.0:  # the logits are damaged: that will say how
             return self._draw_weighing_all(logits, inv_temperature, u)
-        return self._draw_weighted(probabilities, sums, logits, inv_temperature, u)
+        return self._draw_weighted(
+            weights,
+            sums,
+            lambda bound: at_least_in_blocks(weights, given.block_maxima, bound),
+            logits,
+            inv_temperature,
+            u,
+        )
 
     def _draw_weighted(
-        self, weights: Logits, sums: Logits, logits: Logits, inv_temperature: float, u: float
+        self,
+        weights: Logits,
+        sums: Logits,
+        at_least: Callable[[float], Ids],
+        logits: Logits,
+        inv_temperature: float,
+        u: float,
     ) -> int:
-        """Draw by weights that are proportional to the probabilities; `sums` are by block."""
+        """Draw by weights that are proportional to the probabilities.
+
+        Args:
+            sums: of the weights, by block.
+            at_least: finds the tokens whose weight is at or above a bound.
+        """
         if self.config.top_p == 1.0:
-            return _draw_by_id(weights, sums, u)
-        ids, rest = _nucleus_candidates(weights, sums, self.config.top_p, self._scratch)
-        ids = _descending(logits, ids)
+            return draw_by_id(weights, sums, u)
+        ids, rest = nucleus_candidates(weights, sums, self.config.top_p, at_least)
+        ids = descending(logits, ids)
         rest /= float(weights[ids[0]])
-        return _draw_candidate(logits, ids, rest, inv_temperature, self.config, u)
+        return draw_candidate(logits, ids, rest, inv_temperature, self.config, u)
 
     def _best(self, logits: Logits) -> int:
         """The first of the largest logits; raises where it is not a finite number."""
@@ -256,140 +266,3 @@ class Sampler:
         if self._bias_ids.size or self._generated_len < self.config.min_new_tokens:
             return RequestError("logit_bias and min_new_tokens leave no token to draw")
         return BackendError("the model gave every token a probability of zero")
-
-
-def _draw_candidate(
-    logits: Logits,
-    ids: Ids,
-    rest: float,
-    inv_temperature: float,
-    config: GenerationConfig,
-    u: float,
-) -> int:
-    """Cut candidates by top_p and min_p, and draw from what is kept.
-
-    Args:
-        ids: in the order of the draw; those that other bounds drop are gone.
-        rest: weight of the tokens that are no candidates but count for top_p; the first of `ids`
-            weighs 1.
-        u: in [0, 1).
-    """
-    weights = logits[ids].astype(np.float64)
-    weights -= weights[0]
-    weights *= inv_temperature
-    np.exp(weights, out=weights)
-    cumulative = weights.cumsum()
-    kept = ids.size
-    if config.top_p < 1.0:
-        needed = config.top_p * (float(cumulative[-1]) + rest)
-        kept = min(kept, int(cumulative.searchsorted(needed)) + 1)
-    if config.min_p > 0.0:
-        kept = min(kept, max(1, int((-weights).searchsorted(-config.min_p, side="right"))))
-    target = _within(u, float(cumulative[kept - 1]))
-    return int(ids[int(cumulative.searchsorted(target, side="right"))])
-
-
-def _within(u: float, total: float) -> float:
-    """u * total, below `total` in spite of rounding: no token of weight zero is drawn."""
-    return min(u * total, math.nextafter(total, 0.0))
-
-
-def _nucleus_candidates(
-    weights: Logits, sums: NDArray[np.float32], top_p: float, scratch: Scratch
-) -> tuple[Ids, float]:
-    """Tokens that include the nucleus, and the weight of the others.
-
-    All tokens at or above some probability are a prefix of the descending order, and once their
-    weights come to `top_p` of the total, the nucleus is among them. The last bound needs no such
-    check: tokens below (1 - top_p) / V together have less than the 1 - top_p that may be left out.
-    """
-    total = float(sums.sum(dtype=np.float64))
-    for divisor in (512, 16 * 512, 2 * max(weights.size, 16 * 512)):
-        ids = _at_least(weights, total * (1.0 - top_p) / divisor, scratch)
-        inside = float(weights[ids].sum(dtype=np.float64))
-        if inside >= (top_p + 1e-5 * (1.0 - top_p)) * total:
-            break
-    return ids, max(0.0, total - inside)
-
-
-def _draw_by_id(weights: Logits, sums: NDArray[np.float32], u: float) -> int:
-    """Inverse CDF over the whole vocabulary in order of id: first the block, then the token."""
-    ends = sums.cumsum(dtype=np.float64)
-    target = _within(u, float(ends[-1]))
-    block = int(ends.searchsorted(target, side="right"))
-    inside = weights[block * _BLOCK : (block + 1) * _BLOCK].cumsum(dtype=np.float64)
-    start = float(ends[block - 1]) if block else 0.0
-    share = (target - start) / (float(ends[block]) - start)
-    target = _within(share, float(inside[-1]))  # the block's float32 sum differs a little
-    return block * _BLOCK + int(inside.searchsorted(target, side="right"))
-
-
-def _weigh(
-    logits: Logits, shift: float, inv_temperature: float, scratch: Scratch
-) -> NDArray[np.float32]:
-    """Put exp((logits - shift) * inv_temperature) into scratch.weights; returns sums by block.
-
-    In float32, with a relative error of up to 2e-6 at exponents of 40.
-    """
-    out, factor = scratch.weights, np.float32(inv_temperature * scratch.exponent_unit)
-    if shift:
-        np.subtract(logits, np.float32(shift), out=out)
-        np.multiply(out, factor, out=out)
-    else:
-        np.multiply(logits, factor, out=out)
-    scratch.exp(out, out=out)
-    return _block_sums(scratch.blocks)
-
-
-def _block_sums(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
-    sums: NDArray[np.float32] = np.einsum("ij->i", blocks)  # 4x faster than sum(axis=1)
-    return sums
-
-
-def _log_normalizer(logits: Logits, scratch: Scratch) -> float:
-    """log(sum(exp(logits))), nats."""
-    peak = float(logits.max())
-    if not math.isfinite(peak):
-        return peak  # `_draw` will say what is wrong
-    return peak + math.log(_weigh(logits, peak, 1.0, scratch).sum(dtype=np.float64))
-
-
-def _alternatives(logits: Logits, nats: float, count: int) -> tuple[TokenAlternative, ...]:
-    if count == 0 or not math.isfinite(nats):
-        return ()
-    ids = _descending(logits, _largest(logits, min(count, logits.size)))[:count]
-    return tuple(TokenAlternative(int(i), float(logits[i]) - nats) for i in ids)
-
-
-def _largest(logits: Logits, count: int) -> Ids:
-    """Ids, ascending, that include the `count` largest and all that tie with the last of them.
-
-    The count-th largest of the maxima of disjoint blocks bounds the count-th largest from below.
-    """
-    blocks = logits.size // _COLUMNS
-    values = logits
-    if 0 < count <= blocks:
-        values = logits[: blocks * _COLUMNS].reshape(_COLUMNS, blocks).max(axis=0)
-    bound = np.partition(values, values.size - count)[values.size - count]
-    ids: Ids = (logits >= bound).nonzero()[0]
-    return ids
-
-
-def _at_least(values: Logits, bound: float, scratch: Scratch) -> Ids:
-    return np.greater_equal(values, np.float32(bound), out=scratch.mask).nonzero()[0]
-
-
-def _descending(logits: Logits, ids: Ids) -> Ids:
-    """Ids (ascending) in order of descending logit, ties by ascending id.
-
-    Many are sorted by 64-bit keys, with the float's order in the high half and the id in the low
-    one: an order of magnitude faster than a stable sort.
-    """
-    values = logits[ids]
-    if ids.size < _SORT_KEYS_FROM:
-        return ids[(-values).argsort(kind="stable")]
-    bits = (values + np.float32(0.0)).view(np.int32)  # + 0 makes -0.0 tie with 0.0
-    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count down
-    keys: Ids = (np.invert(ascending).astype(np.int64) << 32) | ids
-    keys.sort()
-    return keys & 0xFFFFFFFF

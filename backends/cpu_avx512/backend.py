@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.backends.base import Capabilities, StepOutput
+from headrace.backends.base import Capabilities, Probabilities, StepOutput
 from headrace.backends.cpu_avx512.calls import plan_calls
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.cpu_avx512.layout import (
@@ -32,7 +33,7 @@ from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
 from headrace.runtime.hardware import HardwareInfo
 from headrace.runtime.manifest import (
-    INVERSE_TEMPERATURE,
+    BLOCK_MAXIMA,
     LOGITS,
     MAX_ROW_TOKENS,
     GraphInfo,
@@ -65,7 +66,7 @@ class CpuBackend:
         self._folder, self._manifest = folder, manifest
         self._config, self._hardware = config, hardware
         self._session: Any = None
-        self._logits = self._probabilities = _NO_LOGITS
+        self._logits, self._probabilities = _NO_LOGITS, Probabilities.empty(0, 0)
         self._next_ticket = 0
         self._results: dict[int, StepOutput] = {}
         self._bound: OrderedDict[tuple[ShapeKey, bool], BoundStep] = OrderedDict()
@@ -83,7 +84,8 @@ class CpuBackend:
         )
         self._check_vocabulary(graph)
         self._inputs = frozenset(graph.inputs)
-        self._gives_probabilities = INVERSE_TEMPERATURE in self._inputs
+        outputs = {output.name for output in self._session.get_outputs()}
+        self._gives_probabilities = BLOCK_MAXIMA in outputs
         self._ragged = graph.form != "uniform"
         model = self._manifest.model
         context = min(model.context_tokens, self._config.context_tokens or model.context_tokens)
@@ -99,9 +101,7 @@ class CpuBackend:
             dtype=_KV_TYPES[cache],
         )
         # Pages come into being where they are written to.
-        self._logits, self._probabilities = (
-            np.empty((slots * _LOGITS_PER_SLOT, model.vocab_size), np.float32) for _ in range(2)
-        )
+        self._logits, self._probabilities = self._buffers(slots * _LOGITS_PER_SLOT)
         return Capabilities(
             name=f"cpu ({kernels.name}, {threads.num_threads} threads)",
             vocab_size=model.vocab_size,
@@ -130,7 +130,7 @@ class CpuBackend:
         if hasattr(self, "_kv"):
             self._kv.close()
             del self._kv
-        self._logits = self._probabilities = _NO_LOGITS
+        self._logits, self._probabilities = _NO_LOGITS, Probabilities.empty(0, 0)
 
     def _run(self, rows: Sequence[Row]) -> StepOutput:
         if self._session is None:
@@ -139,9 +139,9 @@ class CpuBackend:
         if len(calls) == 1:
             return self._run_call([part.row for part in calls[0]])
         num_logits = sum(row.num_logits for row in rows)
-        logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
+        logits, room = self._buffers(num_logits)
         entropy = np.empty(num_logits, np.float32)
-        probabilities = np.empty_like(logits) if self._is_sampled(rows) else None
+        probabilities = room if self._is_sampled(rows) else None
         model_ms = 0.0
         for call in calls:
             out = self._run_call([part.row for part in call])
@@ -152,7 +152,7 @@ class CpuBackend:
                 there = slice(done, done + part.row.num_logits)
                 logits[here], entropy[here] = out.logits[there], out.entropy_nats[there]
                 if probabilities is not None and out.probabilities is not None:
-                    probabilities[here] = out.probabilities[there]
+                    probabilities.assign(here, out.probabilities.rows(there))
                 done = there.stop
         return StepOutput(logits, entropy, model_ms, probabilities)
 
@@ -164,7 +164,7 @@ class CpuBackend:
             self._session.run_with_iobinding(step.binding)
         model_ms = (time.perf_counter() - start) * 1e3
         n = step.num_logits
-        probabilities = None if step.probabilities is None else step.probabilities[:n]
+        probabilities = None if step.probabilities is None else step.probabilities.rows(slice(n))
         return StepOutput(step.logits[:n], step.entropy[:n], model_ms, probabilities)
 
     def _is_sampled(self, rows: Sequence[Row]) -> bool:
@@ -179,10 +179,9 @@ class CpuBackend:
             self._bound.move_to_end(key)
             return step
         num_logits = sum(row.num_logits for row in rows)
-        buffers = [self._logits, self._probabilities]
-        if num_logits > len(self._logits):
-            buffers = [np.empty((num_logits, b.shape[1]), np.float32) for b in buffers]
-        logits, probabilities = buffers
+        logits, probabilities = self._logits, self._probabilities
+        if num_logits > len(logits):
+            logits, probabilities = self._buffers(num_logits)
         step = BoundStep(
             self._session,
             key[0],
@@ -195,6 +194,11 @@ class CpuBackend:
         if len(self._bound) > _MAX_BOUND_STEPS:
             self._bound.popitem(last=False)
         return step
+
+    def _buffers(self, num_rows: int) -> tuple[NDArray[np.float32], Probabilities]:
+        vocab_size = self._manifest.model.vocab_size
+        logits = np.empty((num_rows, vocab_size), np.float32)
+        return logits, Probabilities.empty(num_rows, vocab_size)
 
     def _apply(self, op: KvOp) -> None:
         if isinstance(op, KvCopy):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backends.base import Probabilities
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.runtime import manifest as io
@@ -80,7 +81,7 @@ class BoundStep:
         kv: KvStorage,
         logits_buffer: NDArray[np.float32],
         inputs: frozenset[str],
-        probabilities_buffer: NDArray[np.float32] | None,
+        probabilities_buffer: Probabilities | None,
     ) -> None:
         """`probabilities_buffer`: where they go, if the step is to compute them."""
         indices = step_indices(key)
@@ -117,9 +118,14 @@ class BoundStep:
         binding.bind_ortvalue_output(io.ENTROPY, self._outputs[1])
         self.probabilities = None
         if probabilities_buffer is not None:
-            self.probabilities = probabilities_buffer[:rows]
-            self._outputs.append(value(self.probabilities))
-            binding.bind_ortvalue_output(io.PROBABILITIES, self._outputs[2])
+            self.probabilities = given = probabilities_buffer.rows(slice(rows))
+            for name, array in (
+                (io.PROBABILITIES, given.values),
+                (io.BLOCK_MAXIMA, given.block_maxima),
+                (io.BLOCK_SUMS, given.block_sums),
+            ):
+                self._outputs.append(value(array))
+                binding.bind_ortvalue_output(name, self._outputs[-1])
         last_slot = indices.first_slot + indices.num_slots
         for i, tensor in enumerate(kv.bind_range(indices.first_slot, last_slot)):
             past, present = (

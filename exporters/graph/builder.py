@@ -88,17 +88,19 @@ class GraphBuilder:
     def branch(
         self,
         condition: ir.Value,
-        then: Callable[[ir.tape.Tape], ir.Value],
-        otherwise: Callable[[ir.tape.Tape], ir.Value],
-    ) -> ir.Value:
-        """An If; its branches may use values from outside."""
+        then: Callable[[ir.tape.Tape], Sequence[ir.Value]],
+        otherwise: Callable[[ir.tape.Tape], Sequence[ir.Value]],
+    ) -> Sequence[ir.Value]:
+        """An If; its branches give equally many values and may use values from outside."""
         bodies = {}
         for name, make in (("then_branch", then), ("else_branch", otherwise)):
             tape = ir.tape.Tape()
-            output = make(tape)
-            output.name = self._unique("/".join([*self._scope, name]))
-            bodies[name] = ir.Graph([], [output], nodes=tape.nodes, name=output.name)
-        return self.op("If", condition, attributes=bodies)
+            outputs = make(tape)
+            body = self._unique("/".join([*self._scope, name]))
+            for i, output in enumerate(outputs):
+                output.name = f"{body}:{i}"
+            bodies[name] = ir.Graph([], outputs, nodes=tape.nodes, name=body)
+        return self.ops("If", condition, outputs=len(outputs), attributes=bodies)
 
     def next_row_set(self) -> None:
         """From here on values have other rows than before."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.linear import Bias, LinearFormat, MlpWeights, Weight, add_bias
+from headrace.exporters.graph.probabilities import emit_probabilities
 from headrace.exporters.graph.rope import rope_tables
 from headrace.exporters.graph.weights import WeightStore
 from headrace.runtime import manifest as io
@@ -143,12 +144,17 @@ class _Decoder:
             on_layer(layer + 1)
         logits, entropy = self._head(normed)
         with g.scope("sampling"):
-            probabilities = self._probabilities(logits)
+            sampling = emit_probabilities(g, logits, step.inverse_temperature, spec.vocab_size)
         float32 = ir.DataType.FLOAT
         outputs = [
             named_output(logits, io.LOGITS, float32, ["R", spec.vocab_size]),
             named_output(entropy, io.ENTROPY, float32, ["R"]),
-            named_output(probabilities, io.PROBABILITIES, float32, ["P", spec.vocab_size]),
+            *(
+                named_output(value, name, float32, ["P", None])
+                for value, name in zip(
+                    sampling, (io.PROBABILITIES, io.BLOCK_MAXIMA, io.BLOCK_SUMS), strict=True
+                )
+            ),
             named_output(normed, io.HIDDEN, float32, ["R", spec.hidden_size]),
         ]
         return g.model(
@@ -255,19 +261,6 @@ class _Decoder:
             weighted = g.op("Mul", g.op("Exp", log_p), log_p)
             total = g.op("ReduceSum", weighted, last, attributes={"keepdims": 0})
             return logits, g.op("Neg", total)
-
-    def _probabilities(self, logits: ir.Value) -> ir.Value:
-        """softmax(logits * inverse_temperature), only where some row has a temperature."""
-        g, inverse = self.g, self.step.inverse_temperature
-        axes = g.constant("axes_all", np.array([0, 1], np.int64))
-        highest = g.op("ReduceMax", inverse, axes, attributes={"keepdims": 0})
-        wanted = g.op("Greater", highest, g.constant("zero", np.array(0, np.float32)))
-        none = np.zeros((0, self.spec.vocab_size), np.float32)
-        return g.branch(
-            wanted,
-            lambda b: b.op("Softmax", [b.op("Mul", [logits, inverse])], {"axis": -1}),
-            lambda b: b.op("Constant", [], {"value": ir.tensor(none, name="no_rows")}),
-        )
 
     def _linear(self, x: ir.Value, *names: str, bias: bool) -> ir.Value:
         y = self.parts.layer_format.linear(self.g, x, self.parts.weight(*names))

@@ -49,6 +49,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": (
         "runtime.engine",
+        "runtime.candidates",
         "runtime.sampling",
         "runtime.sampling_reference",
         "runtime.penalties",

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.backends.base import Probabilities
 from headrace.backends.cpu_avx512.backend import CpuBackend
 from headrace.exporters.validate import GraphRunner
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import KvCopy, KvRelease, Row, StepPlan
 from headrace.runtime.hardware import probe_hardware
-from headrace.runtime.manifest import read_manifest
+from headrace.runtime.manifest import PROBABILITY_BLOCK, read_manifest
 
 SLOTS = 6
 PRECISIONS = ["w8a8_row", "w8a8_block", "w4a8_block"]
@@ -160,17 +161,31 @@ def test_probabilities_are_of_the_scaled_logits(backend: CpuBackend) -> None:
     rows = [Row(i, i, 0, tuple(tokens), 1, inverse[i]) for i, tokens in enumerate(texts)]
     out = backend.collect(backend.submit(StepPlan(1, tuple(rows))))
     assert out.probabilities is not None
-    logits, probabilities = out.logits.copy(), out.probabilities.copy()
+    logits, given = out.logits.copy(), Probabilities.empty(4, out.logits.shape[1])
+    given.assign(slice(4), out.probabilities)
     for i, row in enumerate(rows):
         alone = backend.collect(backend.submit(StepPlan(2, (row,))))
         if not inverse[i]:
             assert alone.probabilities is None
             continue
         assert alone.probabilities is not None
-        np.testing.assert_array_equal(alone.probabilities[0], probabilities[i])
+        for one, many in zip(
+            fields(alone.probabilities.rows(0)), fields(given.rows(i)), strict=True
+        ):
+            np.testing.assert_array_equal(one, many)
         scaled = (logits[i] - logits[i].max()).astype(np.float64) * inverse[i]
         expected = np.exp(scaled) / np.exp(scaled).sum()
-        np.testing.assert_allclose(probabilities[i], expected, rtol=1e-4, atol=1e-7)
+        values = given.values[i, : len(expected)]
+        np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-7)
+        blocks = np.zeros_like(given.values[i]).reshape(-1, PROBABILITY_BLOCK)
+        blocks.flat[: len(values)] = values
+        np.testing.assert_array_equal(given.values[i], blocks.ravel())
+        np.testing.assert_array_equal(given.block_maxima[i], blocks.max(axis=1))
+        np.testing.assert_allclose(given.block_sums[i], blocks.sum(axis=1), rtol=1e-5)
+
+
+def fields(given: Probabilities) -> list[np.ndarray]:
+    return [given.values, given.block_maxima, given.block_sums]
 
 
 def test_a_graph_without_probabilities_gives_none(

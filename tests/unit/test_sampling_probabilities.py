@@ -9,13 +9,15 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from sampling_samples import AMBIGUOUS, cases, make_sampler
 
+from headrace.backends.base import Probabilities
 from headrace.runtime import sampling_reference as reference
+from headrace.runtime.candidates import Logits
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.sampling import Logits
+from headrace.runtime.manifest import PROBABILITY_BLOCK
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(cases(vocab_sizes=(256, 768)))
+@given(cases(vocab_sizes=(256, 700)))
 def test_given_probabilities_draw_the_same(
     case: tuple[GenerationConfig, Logits, list[int], list[int], int, int],
 ) -> None:
@@ -28,11 +30,21 @@ def test_given_probabilities_draw_the_same(
     weights = np.exp(scaled)
     probabilities = weights / weights.sum()
     slow = reference.sample(config, logits, prompt, answer, (0,), seed, position)
-    token, _, _ = sampler.sample(logits.copy(), position, probabilities)
+    token, _, _ = sampler.sample(logits.copy(), position, in_blocks(probabilities))
     if slow.margin < AMBIGUOUS:
         event("ambiguous: within 1e-6 of a boundary")
     else:
         assert token == slow.token_id
+
+
+def in_blocks(probabilities: Logits) -> Probabilities:
+    """As a graph gives them: padded to whole blocks, with the largest and the sum of each."""
+    given = Probabilities.empty(1, probabilities.size).rows(0)
+    given.values[:] = 0
+    given.values[: probabilities.size] = probabilities
+    blocks = given.values.reshape(-1, PROBABILITY_BLOCK)
+    given.block_maxima[:], given.block_sums[:] = blocks.max(axis=1), blocks.sum(axis=1)
+    return given
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@
 
 A round decodes `--steps` steps with all sequences running, then makes as many bare calls of the
 same session, bound to the same buffers, at the length the sequences had half way. Scheduling,
-sampling, detokenizing, binding and handing over to another thread are in the first only.
+sampling, detokenizing, binding and handing over to another thread are in the first only. Where the
+graph computes probabilities for sampling the bare calls do too, as they are the same calls;
+`graph` is what those cost in the graph, against calls without them.
 """
 
 from __future__ import annotations
@@ -46,11 +48,13 @@ def main() -> None:
                 case = measure(runtime, rows, options, args.steps, args.rounds)
                 cases.append({"sampling": sampling, "rows": rows, **case})
         name = runtime.capabilities.name
-    lines = [f"{'':30}{'rows':>6}{'step ms':>10}{'bare ms':>10}{'outside':>10}{'own count':>11}"]
+    lines = [
+        f"{'':30}{'rows':>6}{'step ms':>10}{'bare ms':>10}{'outside':>10}{'own count':>11}{'graph':>8}"
+    ]
     for c in cases:
         lines.append(
             f"{c['sampling']:30}{c['rows']:6}{c['step_ms']:10.3f}{c['bare_ms']:10.3f}"
-            f"{c['outside_share']:10.1%}{c['counted_share']:11.1%}"
+            f"{c['outside_share']:10.1%}{c['counted_share']:11.1%}{c['graph_share']:8.1%}"
         )
     figures = common.report({"backend": name, "steps": args.steps, "cases": cases})
     common.show(figures, lines, as_json=args.json)
@@ -60,21 +64,25 @@ def measure(
     runtime: Runtime, rows: int, options: dict[str, Any], steps: int, rounds: int
 ) -> dict[str, float]:
     """Medians over the rounds; `outside_share` is 1 - bare / whole of each round, and
-    `counted_share` what the engine's own step log says."""
-    whole, bare, counted = [], [], []
+    `counted_share` what the engine's own step log says; `graph_share` what probabilities cost."""
+    whole, bare, counted, graph = [], [], [], []
     for number in range(rounds + 1):
         step_ms, counted_share, past_lens = _decode(runtime, rows, options, steps, seed=number)
-        bare_ms = _bare(runtime, past_lens, steps)
+        inverse = 1 / options["temperature"] if options["temperature"] else 0.0
+        bare_ms = _bare(runtime, past_lens, steps, inverse)
+        plain_ms = _bare(runtime, past_lens, steps, 0.0) if inverse else bare_ms
         if number:  # the first round warms up
             whole.append(step_ms)
             bare.append(bare_ms)
             counted.append(counted_share)
+            graph.append((bare_ms - plain_ms) / step_ms)
     shares = [1 - b / w for b, w in zip(bare, whole, strict=True)]
     return {
         "step_ms": median(whole),
         "bare_ms": median(bare),
         "outside_share": median(shares),
         "counted_share": median(counted),
+        "graph_share": median(graph),
     }
 
 
@@ -112,10 +120,13 @@ def _decode(
     return wall_ms / steps, host_ms / (host_ms + model_ms), past_lens
 
 
-def _bare(runtime: Runtime, past_lens: list[int], steps: int) -> float:
+def _bare(runtime: Runtime, past_lens: list[int], steps: int, inverse_temperature: float) -> float:
     """Wall ms of one run call with the binding that the engine's decode steps use."""
     backend: Any = runtime._engine._backend
-    rows = [Row(slot, slot, past_len, (slot + 1,), 1) for slot, past_len in enumerate(past_lens)]
+    rows = [
+        Row(slot, slot, past_len, (slot + 1,), 1, inverse_temperature)
+        for slot, past_len in enumerate(past_lens)
+    ]
     bound = backend._bound_step(rows)
     bound.write(rows)
     run, binding = backend._session.run_with_iobinding, bound.binding

@@ -174,7 +174,7 @@ def at_least_in_blocks(values: Logits, block_maxima: Logits, bound: float) -> Id
     """`at_least`, reading only the blocks that have such a value."""
     limit = np.float32(bound)
     blocks = (block_maxima >= limit).nonzero()[0]
-    inside = (values.reshape(-1, _BLOCK)[blocks] >= limit).ravel().nonzero()[0]
+    inside = (values.reshape(-1, _BLOCK).take(blocks, axis=0) >= limit).ravel().nonzero()[0]
     ids: Ids = blocks[inside // _BLOCK] * _BLOCK + inside % _BLOCK
     return ids
 

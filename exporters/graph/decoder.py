@@ -150,7 +150,7 @@ class _Decoder:
             named_output(logits, io.LOGITS, float32, ["R", spec.vocab_size]),
             named_output(entropy, io.ENTROPY, float32, ["R"]),
             *(
-                named_output(value, name, float32, ["P", None])
+                named_output(value, name, float32, ["P", "W"])
                 for value, name in zip(
                     sampling, (io.PROBABILITIES, io.BLOCK_MAXIMA, io.BLOCK_SUMS), strict=True
                 )

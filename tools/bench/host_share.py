@@ -48,9 +48,8 @@ def main() -> None:
                 case = measure(runtime, rows, options, args.steps, args.rounds)
                 cases.append({"sampling": sampling, "rows": rows, **case})
         name = runtime.capabilities.name
-    lines = [
-        f"{'':30}{'rows':>6}{'step ms':>10}{'bare ms':>10}{'outside':>10}{'own count':>11}{'graph':>8}"
-    ]
+    titles = f"{'step ms':>10}{'bare ms':>10}{'outside':>10}{'own count':>11}{'graph':>8}"
+    lines = [f"{'':30}{'rows':>6}{titles}"]
     for c in cases:
         lines.append(
             f"{c['sampling']:30}{c['rows']:6}{c['step_ms']:10.3f}{c['bare_ms']:10.3f}"

@@ -146,6 +146,9 @@ def _add_package(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="threads inside the model")
     group.add_argument("--context-tokens", type=int, metavar="N", help="longest sequence")
     group.add_argument("--target", metavar="NAME", help="which of the package's targets")
+    group.add_argument(
+        "--max-draft-tokens", type=int, metavar="N", help="guessed ahead in a step; 0 for none"
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +177,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "num_threads": args.threads,
         "context_tokens": args.context_tokens,
         "target": args.target,
+        "max_draft_tokens": args.max_draft_tokens,
     }
     return {name: value for name, value in options.items() if value is not None}
 

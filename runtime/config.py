@@ -22,6 +22,7 @@ from headrace.runtime.manifest import MAX_ROW_TOKENS
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
+MAX_DRAFT_TOKENS = 15
 
 # What users of other runtimes write, and what to write here.
 _FOREIGN_KEYS = {
@@ -150,6 +151,8 @@ class EngineConfig:
         max_chunk_tokens: longest piece of a prompt in one step, when nobody else decodes.
         inter_token_bound_ms: time that a long prompt may add between two tokens of its
             neighbours; prompts are cut into shorter pieces to keep to it.
+        max_draft_tokens: most tokens guessed ahead for a sequence in one step; 0 for none. None is
+            8 on backends where drafts cannot change an answer, and 0 on others.
         num_threads: threads inside the model.
         kv_budget_bytes: memory for keys and values of all sequences.
         context_tokens: longest sequence, shorter than the model's own.
@@ -164,6 +167,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_chunk_tokens: int = 256
     inter_token_bound_ms: float = 100.0
+    max_draft_tokens: int | None = None
     num_threads: int | None = None
     kv_budget_bytes: int | None = None
     context_tokens: int | None = None
@@ -371,6 +375,7 @@ EngineConfig._CHECKS = {
     "max_waiting": _integer(0),
     "max_chunk_tokens": _integer(1, MAX_ROW_TOKENS),
     "inter_token_bound_ms": _positive,
+    "max_draft_tokens": _integer(0, MAX_DRAFT_TOKENS, optional=True),
     "num_threads": _integer(1, 1024, optional=True),
     "kv_budget_bytes": _integer(1, optional=True),
     "context_tokens": _integer(2, optional=True),

@@ -184,7 +184,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of the step log that benchmarks and metrics read."""
+    """One line of the step log that benchmarks and metrics read.
+
+    `drafted` and `accepted` count draft tokens.
+    """
 
     step_id: int
     num_rows: int
@@ -192,3 +195,5 @@ class StepRecord:
     model_ms: float
     host_ms: float
     waiting: int = field(default=0)
+    drafted: int = field(default=0)
+    accepted: int = field(default=0)

@@ -20,16 +20,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headrace.backends.base import Backend, Capabilities, Probabilities, StepOutput
+from headrace.backends.base import Backend, Capabilities, StepOutput
 from headrace.runtime.batching import BatchPolicy
 from headrace.runtime.candidates import Scratch
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
     FinishReason,
+    Row,
     RowResult,
     SampledToken,
     Sequence,
@@ -37,6 +35,7 @@ from headrace.runtime.core import (
     StepRecord,
     StepResult,
 )
+from headrace.runtime.drafting.drafter import Drafter
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
 from headrace.runtime.sampling import Sampler, sample_seed
 from headrace.runtime.scheduler import Limits, Scheduler
@@ -44,6 +43,7 @@ from headrace.runtime.scheduler import Limits, Scheduler
 logger = logging.getLogger(__name__)
 
 STEP_LOG_LENGTH = 4096
+DEFAULT_DRAFT_TOKENS = 8
 
 
 class Text(Protocol):
@@ -126,7 +126,7 @@ class Engine:
         self._make_text = make_text
         self._eos_token_ids = tuple(eos_token_ids)
         self._limits = _limits(self.config, self.capabilities)
-        self._scheduler = Scheduler(self._limits, policy)
+        self._scheduler = Scheduler(self._limits, policy, _drafter(self.config, self.capabilities))
         self._scratch = Scratch(self.capabilities.vocab_size)
         self._answers: dict[int, _Answer] = {}
         self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
@@ -239,6 +239,8 @@ class Engine:
                 output.model_ms,
                 total_ms - output.model_ms,
                 self._scheduler.num_waiting,
+                drafted=sum(max(row.num_logits - 1, 0) for row in plan.rows),
+                accepted=sum(max(len(result.sampled) - 1, 0) for result in results),
             )
         )
         return events
@@ -266,8 +268,7 @@ class Engine:
         assert len(self._answers) == held
 
     def _sample(self, plan: StepPlan, output: StepOutput) -> list[tuple[_Answer, RowResult]]:
-        """Draw a token for every row with logits, in the order of the plan."""
-        entropies = output.entropy_nats.tolist()
+        """Draw the tokens of every row with logits, in the order of the plan."""
         stepped: list[tuple[_Answer, RowResult]] = []
         line = 0
         for row in plan.rows:
@@ -275,35 +276,44 @@ class Engine:
             finish: FinishReason | None = None
             answer.sampled = ()
             if row.num_logits:
-                given = output.probabilities
-                given = None if given is None else given.rows(line)
-                logits, entropy = output.logits[line], entropies[line]
-                line += 1
+                first, line = line, line + row.num_logits
                 try:
-                    finish = self._draw(answer, logits, given, entropy)
+                    finish = self._draw(answer, row, output, first)
                 except Exception as error:  # a request fails alone, whatever went wrong in it
                     answer.error, finish = error, FinishReason.ERROR
             stepped.append((answer, RowResult(row.seq_id, answer.sampled, finish)))
         return stepped
 
     def _draw(
-        self,
-        answer: _Answer,
-        logits: NDArray[np.float32],
-        probabilities: Probabilities | None,
-        entropy_nats: float,
+        self, answer: _Answer, row: Row, output: StepOutput, line: int
     ) -> FinishReason | None:
-        """Draw and accept one token; STOP where it ends the answer."""
+        """Draw and accept tokens as long as they are what was drafted; STOP where one ends the
+        answer.
+
+        Args:
+            line: of the output, where the row's logits begin.
+        """
         sampler, sequence = answer.sampler, answer.sequence
-        token_id, logprob, top = sampler.sample(logits, len(sequence.tokens), probabilities)
-        sampler.accept(token_id)
-        answer.sampled = (SampledToken(token_id, entropy_nats, logprob, top),)
-        if sampler.is_stop_token(token_id, sequence.generated_len + 1):
-            answer.new_text, answer.matched_stop = "", token_id
-            return FinishReason.STOP
-        answer.new_text = answer.text.push((token_id,))
-        answer.matched_stop = answer.text.stopped
-        return None if answer.matched_stop is None else FinishReason.STOP
+        drafts = row.tokens[len(row.tokens) - row.num_logits + 1 :]
+        answer.new_text, sampled = "", []
+        for i in range(row.num_logits):
+            given = None if output.probabilities is None else output.probabilities.rows(line + i)
+            position = len(sequence.tokens) + i
+            token_id, logprob, top = sampler.sample(output.logits[line + i], position, given)
+            sampler.accept(token_id)
+            entropy_nats = float(output.entropy_nats[line + i])
+            sampled.append(SampledToken(token_id, entropy_nats, logprob, top))
+            answer.sampled = tuple(sampled)
+            if sampler.is_stop_token(token_id, sequence.generated_len + i + 1):
+                answer.matched_stop = token_id
+                return FinishReason.STOP
+            answer.new_text += answer.text.push((token_id,))
+            answer.matched_stop = answer.text.stopped
+            if answer.matched_stop is not None:
+                return FinishReason.STOP
+            if i < len(drafts) and drafts[i] != token_id:
+                break
+        return None
 
     def _emit(self, answers: Iterable[_Answer]) -> list[StepEvent]:
         """What a committed step means to those who asked."""
@@ -370,6 +380,15 @@ def _limits(config: EngineConfig, caps: Capabilities) -> Limits:
         max_chunk_tokens=min(config.max_chunk_tokens, caps.max_row_tokens),
         inter_token_bound_ms=config.inter_token_bound_ms,
     )
+
+
+def _drafter(config: EngineConfig, caps: Capabilities) -> Drafter | None:
+    """Drafts must not change what is written, so only exact backends draft unless told to."""
+    wanted = config.max_draft_tokens
+    if wanted is None:
+        wanted = DEFAULT_DRAFT_TOKENS if caps.exact_rows else 0
+    wanted = min(wanted, caps.max_row_tokens - 1)
+    return Drafter(wanted) if wanted else None
 
 
 def _cancelled(answer: _Answer) -> TokenDelta:

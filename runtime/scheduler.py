@@ -29,6 +29,7 @@ from headrace.runtime.core import (
     StepPlan,
     StepResult,
 )
+from headrace.runtime.drafting.drafter import Drafter
 from headrace.runtime.errors import InsufficientMemoryError, PromptTooLongError
 from headrace.runtime.slots import SlotPool
 
@@ -87,8 +88,14 @@ class _InFlight:
 class Scheduler:
     """Owns the sequences between `add` and their end."""
 
-    def __init__(self, limits: Limits, policy: BatchPolicy | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        policy: BatchPolicy | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.limits = limits
+        self._drafter = drafter
         self._policy = policy or FifoPolicy()
         self._budget = ChunkBudget(limits.inter_token_bound_ms, limits.max_chunk_tokens)
         self._pool = SlotPool(limits.max_slots, limits.kv_budget_tokens)
@@ -147,26 +154,10 @@ class Scheduler:
         """The next step, or None where there is nothing to do."""
         assert self._in_flight is None, "commit the step in flight first"
         copies = self._admit() if self._waiting and self._pool.num_free else []
-        rows: list[Row] = []
-        prefilling = False
-        for sequence in self._by_slot:
-            tokens, cached = sequence.tokens, sequence.cached_len
-            if len(tokens) - cached == 1:
-                assert sequence.slot is not None
-                rows.append(
-                    Row(
-                        sequence.seq_id,
-                        sequence.slot,
-                        cached,
-                        (tokens[-1],),
-                        1,
-                        sequence.inverse_temperature,
-                    )
-                )
-            else:
-                prefilling = True
+        decoding = [s for s in self._by_slot if len(s.tokens) - s.cached_len == 1]
+        rows = self._decode_rows(decoding)
         decode_rows, prompt_tokens = len(rows), 0
-        if prefilling:
+        if decode_rows < len(self._by_slot):
             prompt_tokens = self._add_chunks(rows, self._budget.tokens(decode_rows))
         if not (rows or copies or self._releases):
             return None
@@ -183,6 +174,8 @@ class Scheduler:
         self._in_flight = None
         if plan.rows:
             self._budget.observe(step.decode_rows, step.prompt_tokens, result.model_ms)
+            if self._drafter is not None and not step.prompt_tokens:
+                self._drafter.observe_step(plan.num_tokens, result.model_ms)
         finished: list[Sequence] = []
         for row, outcome in zip(plan.rows, result.rows, strict=True):
             assert row.seq_id == outcome.seq_id
@@ -190,6 +183,8 @@ class Scheduler:
             if sequence is None:  # cancelled meanwhile
                 continue
             sampled = outcome.sampled
+            if self._drafter is not None and outcome.finish is None:
+                self._drafter.observe(sequence.seq_id, row.num_logits - 1, sampled)
             # The last `num_logits` tokens of a row count as far as what follows them was sampled.
             sequence.cached_len = row.past_len + len(row.tokens) - row.num_logits + len(sampled)
             for token in sampled:
@@ -265,6 +260,25 @@ class Scheduler:
                 sources[_family(sequence)] = sequence
         return sources
 
+    def _decode_rows(self, sequences: list[Sequence]) -> list[Row]:
+        """The last token of each, and its drafts."""
+        drafts = {} if self._drafter is None else self._drafter.propose(sequences)
+        rows: list[Row] = []
+        for sequence in sequences:
+            assert sequence.slot is not None
+            tokens = (sequence.tokens[-1], *drafts.get(sequence.seq_id, ()))
+            rows.append(
+                Row(
+                    sequence.seq_id,
+                    sequence.slot,
+                    sequence.cached_len,
+                    tokens,
+                    len(tokens),
+                    sequence.inverse_temperature,
+                )
+            )
+        return rows
+
     def _add_chunks(self, rows: list[Row], budget_tokens: int) -> int:
         """Add prompt chunks, oldest sequence first; returns how many tokens they have."""
         left = budget_tokens
@@ -296,6 +310,8 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         slot = sequence.slot
         assert slot is not None
+        if self._drafter is not None:
+            self._drafter.forget(sequence.seq_id)
         del self._running[sequence.seq_id]
         self._by_slot.remove(sequence)
         self._pool.release(slot)

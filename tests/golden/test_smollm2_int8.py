@@ -65,3 +65,23 @@ def test_chunked_prefill_is_whole_prefill(
     assert chunked.token_ids == whole.token_ids
     assert chunked.choices[0].logprobs == whole.choices[0].logprobs
     assert chunked.choices[0].entropy_nats == whole.choices[0].entropy_nats
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_drafts_change_nothing(
+    runtime: Runtime, smollm2_package: Callable[[str, str], Path], sampling: str
+) -> None:
+    """Texts that repeat themselves, so that drafts are made and accepted."""
+    texts = [
+        entry["prompt_ids"] + entry["token_ids"] + entry["prompt_ids"]
+        for entry in golden()["prompts"][:12]
+    ]
+    options = {**SAMPLING[sampling], "max_new_tokens": 64, "ignore_eos": True, "logprobs": 1}
+    first = runtime.steps[-1].step_id if runtime.steps else -1
+    drafted = runtime.generate(texts, **options)
+    accepted = sum(step.accepted for step in runtime.steps if step.step_id > first)
+    package = smollm2_package("w8a8_row", "auto")
+    with Runtime.load(package, max_sequences=16, max_draft_tokens=0) as without:
+        plain = without.generate(texts, **options)
+    assert [c.choices for c in drafted] == [c.choices for c in plain]
+    assert accepted > 50

@@ -41,7 +41,10 @@ def main() -> None:
     args = parser.parse_args()
     cases = []
     with Runtime.load(
-        args.package, max_sequences=max(args.rows), num_threads=args.threads
+        args.package,
+        max_sequences=max(args.rows),
+        num_threads=args.threads,
+        max_draft_tokens=0,  # a step is to be one token of each
     ) as runtime:
         for sampling, options in SAMPLING.items():
             for rows in args.rows:

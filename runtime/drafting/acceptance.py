@@ -1,0 +1,67 @@
+"""How likely is a draft token to be accepted? Learned while decoding, in plain counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+# Kinds of situation: by length of the n-gram match, and by entropy of the token just sampled.
+_MATCH_EDGES = (3, 4, 6, 10)
+_ENTROPY_EDGES_NATS = (0.05, 0.4, 1.2)
+_ENTROPY_KINDS = len(_ENTROPY_EDGES_NATS) + 1
+_PRIOR_RATES = (0.3, 0.4, 0.55, 0.65, 0.75)  # by match; corrected by what is seen
+_PRIOR_WEIGHT = 4.0
+_OWN_WEIGHT = 4.0  # of the kind's rate against what the sequence itself has shown
+_KIND_DECAY, _OWN_DECAY = 0.995, 0.9  # of old counts, per draft
+
+
+class AcceptanceTable:
+    """Acceptance rate of drafts by match length and entropy, over all sequences."""
+
+    def __init__(self) -> None:
+        self._kinds = [
+            [
+                Counts(rate * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
+                for _ in range(len(_ENTROPY_EDGES_NATS) + 1)
+            ]
+            for rate in _PRIOR_RATES
+        ]
+
+    def kind(self, match_tokens: int, entropy_nats: float) -> Counts:
+        row = self._kinds[bisect_right(_MATCH_EDGES, match_tokens)]
+        return row[bisect_right(_ENTROPY_EDGES_NATS, entropy_nats)]
+
+
+class Counts:
+    """Draft tokens that were accepted, of those that were tested: the ones up to and including the
+    first that was rejected. Old ones fade."""
+
+    __slots__ = ("accepted", "tested")
+
+    def __init__(self, accepted: float = 0.0, tested: float = 0.0) -> None:
+        self.accepted, self.tested = accepted, tested
+
+    def add(self, accepted: int, tested: int, decay: float = _KIND_DECAY) -> None:
+        self.accepted = self.accepted * decay + accepted
+        self.tested = self.tested * decay + tested
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.tested
+
+
+class History:
+    """What one sequence has shown."""
+
+    __slots__ = ("_own",)
+
+    def __init__(self) -> None:
+        self._own = Counts()
+
+    def rate(self, kind: Counts) -> float:
+        """Acceptance rate expected of this sequence in a situation of this kind, in (0, 1)."""
+        own = self._own
+        rate = (kind.rate * _OWN_WEIGHT + own.accepted) / (_OWN_WEIGHT + own.tested)
+        return min(max(rate, 0.01), 0.99)
+
+    def add(self, accepted: int, tested: int) -> None:
+        self._own.add(accepted, tested, _OWN_DECAY)

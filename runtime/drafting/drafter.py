@@ -1,0 +1,92 @@
+"""Drafts for the sequences of a step, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.runtime.core import SampledToken, Sequence
+from headrace.runtime.drafting.acceptance import AcceptanceTable, Counts, History
+from headrace.runtime.drafting.budget import StepCost, draft_lengths
+from headrace.runtime.drafting.ngram import Match, NgramIndex
+
+
+class _State:
+    """What is known of one sequence."""
+
+    __slots__ = ("entropy_nats", "history", "index", "kind")
+
+    def __init__(self) -> None:
+        self.index, self.history = NgramIndex(), History()
+        self.entropy_nats = 0.0
+        self.kind: Counts | None = None  # of the draft in flight
+
+
+class Drafter:
+    """Proposes n-gram drafts within a budget that is learned from the steps before.
+
+    Deterministic given what it is told. Belongs to the thread of its scheduler.
+
+    Args:
+        max_draft_tokens: most drafts of a sequence in a step.
+    """
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.max_draft_tokens = max_draft_tokens
+        self._cost = StepCost()
+        self._table = AcceptanceTable()
+        self._states: dict[int, _State] = {}
+
+    def propose(self, sequences: Iterable[Sequence]) -> dict[int, tuple[int, ...]]:
+        """Drafts by `seq_id` for sequences that decode in the next step; none for most.
+
+        No sequence gets more than could be used before `max_new_tokens`.
+        """
+        found: list[tuple[Sequence, _State, Match]] = []
+        rates: list[float] = []
+        limits: list[int] = []
+        for sequence in sequences:
+            state = self._states.get(sequence.seq_id)
+            if state is None:
+                state = self._states[sequence.seq_id] = _State()
+            state.kind = None
+            state.index.extend(sequence.tokens[len(state.index) :])
+            room = sequence.max_new_tokens - sequence.generated_len - 1
+            match = state.index.longest_match() if room > 0 else None
+            if match is None:
+                rates.append(0.5)
+                limits.append(0)
+                continue
+            kind = self._table.kind(match.num_tokens, state.entropy_nats)
+            found.append((sequence, state, match))
+            rates.append(state.history.rate(kind))
+            limits.append(min(room, self.max_draft_tokens))
+        if not found:
+            return {}
+        chosen = draft_lengths(self._cost, rates, limits)
+        lengths = [length for length, limit in zip(chosen, limits, strict=True) if limit]
+        drafts: dict[int, tuple[int, ...]] = {}
+        for (sequence, state, match), length in zip(found, lengths, strict=True):
+            if length:
+                state.kind = self._table.kind(match.num_tokens, state.entropy_nats)
+                drafts[sequence.seq_id] = state.index.continuation(match, length)
+        return drafts
+
+    def observe(self, seq_id: int, num_drafts: int, sampled: tuple[SampledToken, ...]) -> None:
+        """Learn what a row came to: one token was sampled more than drafts were accepted."""
+        state = self._states.get(seq_id)
+        if state is None or not sampled:
+            return
+        state.entropy_nats = sampled[-1].entropy_nats
+        if num_drafts and state.kind is not None:
+            accepted = len(sampled) - 1
+            tested = min(accepted + 1, num_drafts)
+            state.kind.add(accepted, tested)
+            state.history.add(accepted, tested)
+
+    def observe_step(self, num_tokens: int, model_ms: float) -> None:
+        """Learn what a step without prompt chunks took."""
+        self._cost.observe(num_tokens, model_ms)
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended."""
+        self._states.pop(seq_id, None)

@@ -110,7 +110,8 @@ class CpuBackend:
             max_row_tokens=chunk,
             kv_bytes_per_token=target.kv_cache.bytes_per_token,
             kv_budget_tokens=self._kv_budget_tokens(target, context),
-            exact_rows=cache != "float32",
+            exact_rows=cache != "float32"
+            and (kernels.exact_4bit or not any(t.format.endswith("/4bit") for t in target.tensors)),
         )
 
     def submit(self, plan: StepPlan) -> int:

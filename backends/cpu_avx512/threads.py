@@ -24,11 +24,16 @@ class ThreadChoice:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """`session_options`: entries for the session; `warning`: to be said once, or None."""
+    """`session_options`: entries for the session; `warning`: to be said once, or None.
+
+    `exact_4bit`: 4-bit products give a row the same bits alone and in company. ONNX Runtime's
+    kernels without AVX-512 do not: one row is summed in another order than many.
+    """
 
     name: str
     session_options: Mapping[str, str]
     warning: str | None
+    exact_4bit: bool
 
 
 def choose_threads(hardware: HardwareInfo, requested: int | None) -> ThreadChoice:
@@ -56,15 +61,17 @@ def choose_kernels(hardware: HardwareInfo) -> KernelChoice:
     quarter of their range unless ONNX Runtime is told to prefer precision.
     """
     if not hardware.is_x86_64:
-        return KernelChoice(hardware.machine, {}, None)
+        return KernelChoice(hardware.machine, {}, None, exact_4bit=False)
+    exact_4bit = "avx512_vnni" in hardware.features
     if _TILES in hardware.features:
-        return KernelChoice("amx", {}, None)
+        return KernelChoice("amx", {}, None, exact_4bit)
     if any(name in hardware.features for name in _VNNI):
-        return KernelChoice("vnni", {}, None)
+        return KernelChoice("vnni", {}, None, exact_4bit)
     return KernelChoice(
         "avx2" if "avx2" in hardware.features else "x86-64",
         {"session.x64quantprecision": "1"},
         "this processor has no VNNI: INT8 runs on slower kernels that do not saturate",
+        exact_4bit,
     )
 
 

@@ -32,7 +32,11 @@ def backend(
     folder = tiny_package(precision, "int8")
     config = EngineConfig(max_sequences=SLOTS, form=form or None)
     made = CpuBackend(folder, read_manifest(folder), config, probe_hardware())
-    made.load()
+    exact = made.load().exact_rows
+    if not exact:
+        made.close()
+        assert precision == "w4a8_block"
+        pytest.skip("this processor's kernels for 4 bits are not exact, and the backend says so")
     yield made
     made.close()
 

@@ -136,7 +136,9 @@ def test_forms_agree(precision: str, form: str, tiny_package: Callable[..., Path
 def _run_tree_as_chain(graph: Path, tokens: list[int], capacity: int) -> np.ndarray:
     import onnxruntime as ort
 
-    session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     n = len(tokens)
     span = np.arange(n)
     feeds = {

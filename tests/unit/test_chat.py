@@ -64,7 +64,7 @@ conversations = st.lists(
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(messages=conversations)
 def test_segments_are_the_plain_rendering(template: str, messages: list[dict[str, Any]]) -> None:
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
@@ -87,7 +87,7 @@ def test_segments_are_the_plain_rendering(template: str, messages: list[dict[str
         (GLUING, ["<|im_start|>"]),
     ],
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(messages=conversations)
 def test_no_message_forges_a_special_token(
     template: str, of_one_message: list[str], messages: list[dict[str, Any]]
@@ -299,7 +299,7 @@ def test_hogs_are_template_errors(template: str) -> None:
         render(template, [user("hi")])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.sampled_from(

@@ -45,6 +45,7 @@ BAD_ENGINE: dict[str, list[Any]] = {
     "num_threads": [0, -2, 1.5, True],
     "kv_budget_bytes": [0, -1, 1e9],
     "context_tokens": [0, 1, True],
+    "max_draft_tokens": [-1, 16, 1.5, True],
     "target": ["", 3],
     "form": ["", 3],
 }

@@ -190,7 +190,7 @@ def decode(
     return results, accepted, len(engine.steps)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(

@@ -242,6 +242,13 @@ def test_processors_that_would_saturate(features: set[str], name: str) -> None:
     assert choice.warning
 
 
+@pytest.mark.parametrize(
+    ("features", "exact"), [({"avx512_vnni"}, True), ({"avx_vnni"}, False), ({"avx2"}, False)]
+)
+def test_4_bits_are_exact_with_avx512_only(features: set[str], exact: bool) -> None:
+    assert choose_kernels(hardware(features=frozenset(features))).exact_4bit is exact
+
+
 def test_other_architectures_do_not_saturate() -> None:
     choice = choose_kernels(hardware(machine="arm64", features=frozenset()))
     assert (choice.name, choice.session_options, choice.warning) == ("arm64", {}, None)

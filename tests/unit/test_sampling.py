@@ -21,7 +21,7 @@ from headrace.runtime.sampling import Sampler, sample_seed, uniform
 SHAPES = [(7, 3.0), (64, 1.0), (300, 4.0), (1000, 0.2), (5000, 6.0)]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(cases())
 def test_fast_equals_slow(
     case: tuple[GenerationConfig, Logits, list[int], list[int], int, int],
@@ -277,7 +277,7 @@ def test_banning_everything_is_the_requests_error(temperature: float) -> None:
         make_sampler(GenerationConfig(), 3).sample(np.full(3, -math.inf, np.float32), 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**64 - 1), st.integers(1, 8), st.floats(0.01, 1.0))
 def test_banned_tokens_are_never_drawn(seed: int, top_k: int, top_p: float) -> None:
     config = GenerationConfig(

@@ -16,7 +16,7 @@ from headrace.runtime.config import GenerationConfig
 from headrace.runtime.manifest import PROBABILITY_BLOCK
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(cases(vocab_sizes=(256, 700)))
 def test_given_probabilities_draw_the_same(
     case: tuple[GenerationConfig, Logits, list[int], list[int], int, int],

@@ -59,7 +59,7 @@ def test_matcher_equals_its_slow_twin(pieces: list[str], stop: list[str]) -> Non
 
 
 @kinds
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), stop=stops, include=st.booleans())
 def test_chunks_do_not_matter(
     kind: str, data: st.DataObject, stop: list[str], include: bool
@@ -79,7 +79,7 @@ def test_chunks_do_not_matter(
 
 
 @kinds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(st.characters(exclude_characters="\u2581\ufffd", exclude_categories=["Cs"])))
 def test_no_half_characters(kind: str, text: str) -> None:
     """One token at a time, whole text never shows a replacement character."""

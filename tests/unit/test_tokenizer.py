@@ -107,7 +107,7 @@ segment_lists = st.lists(st.tuples(texts, st.booleans()), max_size=6)
 
 
 @kinds
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(segments=segment_lists)
 def test_untrusted_text_never_makes_a_control_token(
     kind: str, segments: list[tuple[str, bool]]
@@ -131,7 +131,7 @@ def test_untrusted_text_never_makes_a_control_token(
 
 
 @kinds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(trusted=texts, untrusted=plain_texts, rest=st.just("<|im_end|>"))
 def test_harmless_text_is_encoded_as_a_whole(
     kind: str, trusted: str, untrusted: str, rest: str
@@ -154,7 +154,7 @@ def test_a_forged_token_is_spelled_out() -> None:
 
 
 @kinds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=plain_texts)
 def test_decode_gives_the_text_back(kind: str, text: str) -> None:
     tokenizer, library = sample(kind), sample_library(kind)
@@ -162,7 +162,7 @@ def test_decode_gives_the_text_back(kind: str, text: str) -> None:
     assert tokenizer.decode(ids) == text == library.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(0, 275), max_size=20))
 def test_decode_equals_the_librarys_for_any_bytes(ids: list[int]) -> None:
     assert sample("byte_level").decode(ids) == sample_library("byte_level").decode(ids)

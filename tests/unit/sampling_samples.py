@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from hypothesis import strategies as st
@@ -59,8 +60,22 @@ def configs(draw: st.DrawFn, vocab_size: int) -> GenerationConfig:
 
 
 @st.composite
+def plain_configs(draw: st.DrawFn, vocab_size: int) -> GenerationConfig:
+    """What probabilities that the graph computed are of use to."""
+    top_p = draw(st.one_of(st.just(1.0), st.floats(0.0, 1.0)))
+    return GenerationConfig(
+        temperature=draw(st.floats(0.05, 5.0)),
+        top_p=top_p,
+        min_p=draw(st.floats(0.0, 1.0)) if top_p < 1.0 else 0.0,
+        stop_token_ids=draw(st.lists(st.integers(0, vocab_size - 1), max_size=1).map(tuple)),
+    )
+
+
+@st.composite
 def cases(
-    draw: st.DrawFn, vocab_sizes: tuple[int, ...] = (4, 5, 63, 64, 65, 256, 300, 700)
+    draw: st.DrawFn,
+    vocab_sizes: tuple[int, ...] = (4, 5, 63, 64, 65, 256, 300, 700),
+    make_config: Callable[[int], st.SearchStrategy[GenerationConfig]] = configs,
 ) -> tuple[GenerationConfig, Logits, list[int], list[int], int, int]:
     vocab_size = draw(st.sampled_from(vocab_sizes))
     if draw(st.booleans()):  # many ties, zeros of both signs
@@ -71,4 +86,4 @@ def cases(
         logits += np.float32(draw(st.sampled_from([0.0, 30.0, -200.0, 1e4])))
     tokens = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=6)
     seed, position = draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 2**20))
-    return draw(configs(vocab_size)), logits, draw(tokens), draw(tokens), seed, position
+    return draw(make_config(vocab_size)), logits, draw(tokens), draw(tokens), seed, position

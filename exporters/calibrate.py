@@ -26,7 +26,8 @@ from tokenizers import Tokenizer
 
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.capture import CapturingFormat, Grams, collect_grams
-from headrace.exporters.graph.decoder import DecoderParts, KvScales, build_decoder
+from headrace.exporters.graph.attention import KvScales
+from headrace.exporters.graph.decoder import DecoderParts, build_decoder
 from headrace.exporters.graph.linear import BlockFormat, Float32, LinearFormat, Weight
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.validate import GraphRunner

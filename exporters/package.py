@@ -18,9 +18,7 @@ from typing import Any, Protocol
 import onnx_ir as ir
 from tokenizers import Tokenizer
 
-from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.spec import DecoderSpec
-from headrace.exporters.archs.tensors import check_tensors
 from headrace.exporters.atomic_folder import atomic_folder
 from headrace.exporters.calibrate import (
     KV_GATE_NATS,
@@ -33,17 +31,16 @@ from headrace.exporters.calibrate import (
 )
 from headrace.exporters.checkpoint.golden import golden_texts
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
-from headrace.exporters.graph.decoder import FORMS, DecoderParts, KvScales, build_decoder
-from headrace.exporters.graph.linear import Float32
-from headrace.exporters.graph.rope import inverse_frequencies
+from headrace.exporters.graph.attention import KvScales
+from headrace.exporters.graph.decoder import FORMS, DecoderParts, build_decoder
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.measured import FormatPlan, Measurement
-from headrace.exporters.precision import DEFAULT_PRECISION, Precision, Rule, find_precision
+from headrace.exporters.model import checked_spec, decoder_parts
+from headrace.exporters.precision import DEFAULT_PRECISION, Rule, find_precision
 from headrace.exporters.report import precision_report
-from headrace.exporters.rotation import RotatedSource
 from headrace.exporters.validate import check_graph
 from headrace.exporters.weight_source import WeightSource
-from headrace.runtime.errors import CheckpointError, ConfigError, ExportError
+from headrace.runtime.errors import ConfigError, ExportError
 from headrace.runtime.fidelity import Fidelity
 from headrace.runtime.manifest import (
     MANIFEST_FILE,
@@ -169,7 +166,7 @@ def export_package(
     chosen.check()
     report = progress or (lambda stage, done, total: None)
     with open_checkpoint(source) as checkpoint:
-        spec = _checked_spec(checkpoint)
+        spec = checked_spec(checkpoint)
         with atomic_folder(output, overwrite=chosen.overwrite, keep=source) as folder:
             return _Export(checkpoint, spec, folder, chosen, report).run()
 
@@ -190,7 +187,7 @@ class _Export:
         self.precision = find_precision(options.precision)
         self.forms = tuple(dict.fromkeys(options.forms))
         self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
-        self.parts = _decoder_parts(spec, WeightSource(checkpoint), self.precision)
+        self.parts = decoder_parts(spec, WeightSource(checkpoint), self.precision)
         heads = frozenset((spec.embed, spec.head))
         self.plan = FormatPlan(self.precision, heads, tuple(options.rules))
 
@@ -348,38 +345,6 @@ class _Export:
             infos.append(FileInfo(path=relative, bytes=size, sha256=file_sha256(path)))
         self.progress("hashing files", len(files), len(files))
         return tuple(infos)
-
-
-def _checked_spec(checkpoint: Checkpoint) -> DecoderSpec:
-    """Whatever can be found wrong before work starts."""
-    spec = decoder_spec(checkpoint.config)
-    check_tensors(spec, checkpoint.tensors)
-    inverse_frequencies(spec)
-    tokenizer = checkpoint.tokenizer
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    if beyond := [i for i in (*bos, *tokenizer.eos_token_ids) if i >= spec.vocab_size]:
-        raise CheckpointError(
-            f"{checkpoint.path}: token {beyond[0]} begins or ends texts, but the embedding has "
-            f"{spec.vocab_size} rows; correct the checkpoint's configuration"
-        )
-    return spec
-
-
-def _decoder_parts(spec: DecoderSpec, plain: WeightSource, precision: Precision) -> DecoderParts:
-    fmt = Float32()  # until the plan says what each weight gets
-    rotated = RotatedSource(plain, spec) if precision.rotate else None
-    source = rotated or plain
-    return DecoderParts(
-        spec=spec,
-        weight=source.weight,
-        vector=source.vector,
-        layer_format=fmt,
-        head_format=fmt,
-        kv_scales=None,
-        head_matrix=(
-            (lambda: rotated.tied_head_matrix) if rotated and spec.tied_embeddings else None
-        ),
-    )
 
 
 def _model_info(spec: DecoderSpec) -> ModelInfo:

@@ -1,14 +1,91 @@
-"""Typed access to a checkpoint's config.json. Unknown keys are tolerated, wrong ones are not."""
+"""Typed access to a checkpoint's config.json.
+
+A key that nobody reads may change the computation, so it is refused by name, unless it is known to
+be about something else or has the value of a thing that is absent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from headrace.runtime.errors import CheckpointError
 
 _MAX_SIZE = 2**31 - 1
+_MAX_LAYERS = 4096
 _MAX_NUMBER = 1e30
+
+# About training, tools, tokens, or how the model class is called.
+_INERT = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "chunk_size_feed_forward",
+        "dtype",
+        "gradient_checkpointing",
+        "id2label",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "license",
+        "model_max_length",
+        "model_name",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pretraining_tp",  # splits products, for reproducibility
+        "problem_type",
+        "quantization",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "use_cache",
+        "vocab_size",
+    }
+)
+_INERT_ENDINGS = ("_token_id", "_pdrop", "_dropout", "dropout", "_version", "_init", "_init_std")
+_INERT_BEGINNINGS = ("_", "initializer_", "router_aux", "summary_", "task_specific_")
+
+
+class ReadKeys(Mapping[str, object]):
+    """A configuration that remembers which of its keys were asked for."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> object:
+        self._read.add(key)
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+    def refuse_unread(self, architecture: str) -> None:
+        """Raises CheckpointError: a key was not asked for and could matter."""
+        for key, value in self._config.items():
+            if key not in self._read and not _is_inert(key) and value not in _NEUTRAL:
+                raise CheckpointError(
+                    f"config.json: {key}={_short(value)} is not known for {architecture!r} and "
+                    "could change what the model computes; remove it if it does not"
+                )
+
+
+_NEUTRAL: tuple[object, ...] = (None, False, "", [], {})  # 0 and 0.0 equal False
+
+
+def _is_inert(key: str) -> bool:
+    return key in _INERT or key.startswith(_INERT_BEGINNINGS) or key.endswith(_INERT_ENDINGS)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 def get_int(config: Mapping[str, object], key: str, default: int | None = None) -> int:
@@ -21,6 +98,14 @@ def get_int(config: Mapping[str, object], key: str, default: int | None = None) 
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
         raise CheckpointError(f"config.json: {key}={value!r} is not a positive integer")
     return value
+
+
+def get_layers(config: Mapping[str, object], key: str) -> int:
+    """A count of layers."""
+    layers = get_int(config, key)
+    if layers > _MAX_LAYERS:
+        raise CheckpointError(f"config.json: {key}={layers} is more than {_MAX_LAYERS}; correct it")
+    return layers
 
 
 def get_float(config: Mapping[str, object], key: str, default: float) -> float:
@@ -50,8 +135,8 @@ def get_bool(config: Mapping[str, object], key: str, default: bool) -> bool:
 
 
 def get_scaling(config: Mapping[str, object]) -> dict[str, object] | None:
-    """`rope_scaling` or, in newer files, `rope_parameters`; None where it scales nothing."""
-    value = config.get("rope_scaling") or config.get("rope_parameters")
+    """`rope_scaling`; None where it scales nothing."""
+    value = config.get("rope_scaling")
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -60,10 +145,11 @@ def get_scaling(config: Mapping[str, object]) -> dict[str, object] | None:
     return None if kind in (None, "default") else cast(dict[str, object], value)
 
 
-def require_value(config: Mapping[str, object], key: str, expected: object) -> None:
-    """The key is missing or has the one value that this architecture's graph is built for."""
+def require_value(config: Mapping[str, object], key: str, *expected: object) -> None:
+    """The key is missing or has a value that this architecture's graph is built for."""
     value = config.get(key)
-    if value is not None and value != expected:
+    if value is not None and value not in expected:
+        allowed = " or ".join(map(repr, expected))
         raise CheckpointError(
-            f"config.json: {key}={value!r} is not supported here; only {expected!r} is"
+            f"config.json: {key}={value!r} is not supported here; only {allowed} is"
         )

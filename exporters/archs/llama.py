@@ -1,25 +1,28 @@
 """Llama family: Llama 2 and 3, SmolLM2, TinyLlama and others that say `llama`.
 
 RMSNorm before attention and MLP, rotary positions (half-split layout), grouped-query attention,
-SiLU-gated MLP.
+SiLU-gated MLP. Other families are described as what they change of this.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from headrace.exporters.archs.config_keys import (
     get_bool,
     get_float,
     get_int,
+    get_layers,
     get_scaling,
     require_value,
 )
-from headrace.exporters.archs.spec import DecoderSpec, LayerNames, RopeSpec
+from headrace.exporters.archs.spec import AttentionSpec, DecoderSpec, LayerNames, RopeSpec
 
 MODEL_TYPES = ("llama",)
 
-_LAYER = LayerNames(
+LAYER = LayerNames(
     attention_norm="model.layers.{}.input_layernorm",
     query="model.layers.{}.self_attn.q_proj",
     key="model.layers.{}.self_attn.k_proj",
@@ -38,27 +41,50 @@ def spec_from_config(config: Mapping[str, object]) -> DecoderSpec:
     Raises:
         CheckpointError: a key is missing, has another type, or asks for what is not built.
     """
+    bias = get_bool(config, "attention_bias", False)
+    return llama_like(
+        config,
+        architecture="llama",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=get_bool(config, "mlp_bias", False),
+    )
+
+
+def llama_like(config: Mapping[str, object], *, architecture: str, **changes: Any) -> DecoderSpec:
+    """A llama without biases, but for `changes`, which are fields of the spec."""
     require_value(config, "hidden_act", "silu")
     hidden_size = get_int(config, "hidden_size")
     num_heads = get_int(config, "num_attention_heads")
+    num_layers = get_layers(config, "num_hidden_layers")
+    head_dim = get_int(config, "head_dim", hidden_size // num_heads)
     tied = get_bool(config, "tie_word_embeddings", False)
-    return DecoderSpec(
-        architecture="llama",
-        vocab_size=get_int(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=get_int(config, "intermediate_size"),
-        num_layers=get_int(config, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=get_int(config, "num_key_value_heads", num_heads),
-        head_dim=get_int(config, "head_dim", hidden_size // num_heads),
-        context_tokens=get_int(config, "max_position_embeddings", 2048),
-        rms_eps=get_float(config, "rms_norm_eps", 1e-6),
-        rope=RopeSpec(theta=get_float(config, "rope_theta", 10000.0), scaling=get_scaling(config)),
-        tied_embeddings=tied,
-        attention_bias=get_bool(config, "attention_bias", False),
-        mlp_bias=get_bool(config, "mlp_bias", False),
-        embed="model.embed_tokens",
-        final_norm="model.norm",
-        head="model.embed_tokens" if tied else "lm_head",
-        layer=_LAYER,
+    fields: dict[str, Any] = {
+        "vocab_size": get_int(config, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": get_int(config, "intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": get_int(config, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "context_tokens": get_int(config, "max_position_embeddings", 2048),
+        "norm_eps": get_float(config, "rms_norm_eps", 1e-6),
+        "attention": (AttentionSpec(rope=read_rope(config, head_dim)),) * num_layers,
+        "attention_scale": 1 / math.sqrt(head_dim),
+        "tied_embeddings": tied,
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "embed": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "model.embed_tokens" if tied else "lm_head",
+        "layer": LAYER,
+    }
+    return DecoderSpec(architecture=architecture, **fields | changes)
+
+
+def read_rope(config: Mapping[str, object], head_dim: int) -> RopeSpec:
+    """`rope_theta` and `rope_scaling`."""
+    return RopeSpec(
+        theta=get_float(config, "rope_theta", 10000.0), dim=head_dim, scaling=get_scaling(config)
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from headrace.exporters.archs import llama
+from headrace.exporters.archs import llama, mistral, qwen
+from headrace.exporters.archs.config_keys import ReadKeys
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.runtime.errors import CheckpointError, UnsupportedArchitectureError
 
 # Rotary tables are as long as the context: beyond this a value is a mistake, not a model.
 _MAX_CONTEXT_TOKENS = 1 << 24
 
-_MODULES = (llama,)
+_MODULES = (llama, mistral, qwen)
 _BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object]], DecoderSpec]] = {
     model_type: module.spec_from_config for module in _MODULES for model_type in module.MODEL_TYPES
 }
@@ -29,15 +30,18 @@ def decoder_spec(config: Mapping[str, object]) -> DecoderSpec:
         raise CheckpointError("config.json has no 'model_type'")
     if model_type not in _BY_MODEL_TYPE:
         raise UnsupportedArchitectureError(model_type, _BY_MODEL_TYPE)
-    spec = _BY_MODEL_TYPE[model_type](config)
+    keys = ReadKeys(config)
+    spec = _BY_MODEL_TYPE[model_type](keys)
+    keys.refuse_unread(model_type)
     if spec.num_heads % spec.num_kv_heads:
         raise CheckpointError(
             f"config.json: {spec.num_heads} attention heads cannot share "
             f"{spec.num_kv_heads} key-value heads"
         )
-    if spec.head_dim % 2:
+    if spec.head_dim % 16:
         raise CheckpointError(
-            f"config.json: head_dim={spec.head_dim} is odd; rotary embeddings turn pairs"
+            f"config.json: head_dim={spec.head_dim} is not a multiple of 16, which the attention "
+            "operator asks for"
         )
     if spec.context_tokens > _MAX_CONTEXT_TOKENS:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Does the checkpoint hold the tensors that its configuration promises?"""
+"""Does the checkpoint hold the tensors that its configuration promises, and no others?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Protocol
 
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.runtime.errors import CheckpointError
+
+# Tables that follow from the configuration, saved by old versions of transformers.
+_DERIVED_ENDINGS = (".rotary_emb.inv_freq",)
 
 
 class Shaped(Protocol):
@@ -18,44 +21,52 @@ def check_tensors(spec: DecoderSpec, tensors: Mapping[str, Shaped]) -> None:
     """Check names and shapes before anything is read.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or there are layers beyond
-            those that the configuration counts, which would be dropped silently.
+        CheckpointError: a tensor is missing, has another shape, or has no place in the model that
+            the configuration describes: leaving it out would compute something else.
     """
-    for name, shape in _expected(spec):
+    unused = set(tensors)
+    for name, shape in expected_tensors(spec):
         found = tensors[name].shape
         if found != shape:
             raise CheckpointError(
                 f"tensor {name!r} has shape {list(found)}, the configuration asks for "
                 f"{list(shape)}; download or convert the checkpoint again"
             )
-    beyond = f"{spec.layer.attention_norm.format(spec.num_layers)}.weight"
-    if beyond in tensors:
+        unused.discard(name)
+    if spec.tied_embeddings:
+        unused.discard("lm_head.weight")  # some checkpoints hold the embedding twice
+    if extra := sorted(name for name in unused if not name.endswith(_DERIVED_ENDINGS)):
         raise CheckpointError(
-            f"the configuration counts {spec.num_layers} layers, but there is a tensor {beyond!r}; "
-            "download or convert the checkpoint again"
+            f"there is a tensor {extra[0]!r}, which a {spec.architecture} model of "
+            f"{spec.num_layers} layers with this configuration does not have; correct config.json, "
+            "or download or convert the checkpoint again"
         )
 
 
-def _expected(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor's name and shape. Lazy: a hostile count of layers ends at the first missing."""
     hidden, inner, names = spec.hidden_size, spec.intermediate_size, spec.layer
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = {
-        names.query: (queries, hidden),
-        names.key: (keys, hidden),
-        names.value: (keys, hidden),
-        names.output: (hidden, queries),
-    }
-    mlp = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
+    linears = (
+        (names.query, (queries, hidden), spec.qkv_bias),
+        (names.key, (keys, hidden), spec.qkv_bias),
+        (names.value, (keys, hidden), spec.qkv_bias),
+        (names.output, (hidden, queries), spec.output_bias),
+        (names.gate, (inner, hidden), spec.mlp_bias),
+        (names.up, (inner, hidden), spec.mlp_bias),
+        (names.down, (hidden, inner), spec.mlp_bias),
+    )
     yield f"{spec.embed}.weight", (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
-        for norm in (names.attention_norm, names.mlp_norm):
+        for norm in names.norms():
             yield f"{norm.format(layer)}.weight", (hidden,)
-        for linears, has_bias in ((attention, spec.attention_bias), (mlp, spec.mlp_bias)):
-            for name, shape in linears.items():
-                yield f"{name.format(layer)}.weight", shape
-                if has_bias:
-                    yield f"{name.format(layer)}.bias", shape[:1]
+        for norm in (names.query_norm, names.key_norm):
+            if norm is not None:
+                yield f"{norm.format(layer)}.weight", (spec.head_dim,)
+        for name, shape, has_bias in linears:
+            yield f"{name.format(layer)}.weight", shape
+            if has_bias:
+                yield f"{name.format(layer)}.bias", shape[:1]
     yield f"{spec.final_norm}.weight", (hidden,)
     if not spec.tied_embeddings:
         yield f"{spec.head}.weight", (spec.vocab_size, hidden)

@@ -16,6 +16,10 @@ from headrace.runtime.errors import CheckpointError
 T = TypeVar("T")
 
 _EMBEDDING = "token_embd.weight"
+# They repeat what tensors say, or are about training.
+_INERT = frozenset(
+    {"vocab_size", "rope.scaling.finetuned", "attention.causal", "expert_used_count"}
+)
 
 
 class GgufMetadata:
@@ -26,6 +30,7 @@ class GgufMetadata:
 
     def __init__(self, values: Mapping[str, Value], path: Path) -> None:
         self._values, self.path = values, path
+        self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -34,7 +39,7 @@ class GgufMetadata:
         return self._needed(key, self.maybe_text(key))
 
     def maybe_text(self, key: str) -> str | None:
-        value = self._values.get(key)
+        value = self._get(key)
         if value is None or isinstance(value, str):
             return value
         raise self._wrong(key, "text")
@@ -44,7 +49,7 @@ class GgufMetadata:
 
     def maybe_integer(self, key: str) -> int | None:
         """Also an array of equal integers: some files repeat a value for every layer."""
-        value = self._values.get(key)
+        value = self._get(key)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(set(value)) == 1:
             value = value[0].item()
         if value is None or type(value) is int:
@@ -55,7 +60,7 @@ class GgufMetadata:
         return self._needed(key, self.maybe_number(key))
 
     def maybe_number(self, key: str) -> float | None:
-        value = self._values.get(key)
+        value = self._get(key)
         if value is None:
             return None
         if type(value) in (int, float):
@@ -63,7 +68,7 @@ class GgufMetadata:
         raise self._wrong(key, "a number")
 
     def maybe_flag(self, key: str) -> bool | None:
-        value = self._values.get(key)
+        value = self._get(key)
         if value is None or isinstance(value, bool):
             return value
         raise self._wrong(key, "true or false")
@@ -72,7 +77,7 @@ class GgufMetadata:
         return self._needed(key, self.maybe_texts(key))
 
     def maybe_texts(self, key: str) -> list[str] | None:
-        value = self._values.get(key)
+        value = self._get(key)
         if value is None:
             return None
         if isinstance(value, np.ndarray) and value.size == 0:
@@ -83,13 +88,25 @@ class GgufMetadata:
 
     def maybe_numbers(self, key: str, kinds: str) -> list[float] | None:
         """`kinds`: numpy dtype kinds to accept, "iu" for integers, "f" for floats."""
-        value = self._values.get(key)
+        value = self._get(key)
         if value is None:
             return None
         if isinstance(value, np.ndarray) and value.dtype.kind in kinds:
             numbers: list[float] = value.tolist()
             return numbers
         raise self._wrong(key, "a list of numbers")
+
+    def unread(self, prefix: str) -> dict[str, Value]:
+        """What nobody asked for, of keys that begin with `prefix`."""
+        return {
+            key: value
+            for key, value in self._values.items()
+            if key.startswith(prefix) and key not in self._read
+        }
+
+    def _get(self, key: str) -> Value | None:
+        self._read.add(key)
+        return self._values.get(key)
 
     def _needed(self, key: str, value: T | None) -> T:
         if value is None:
@@ -135,12 +152,11 @@ def read_config(
         num_key_value_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position_embeddings=size("context_length"),
-        rms_norm_eps=metadata.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
         rope_theta=metadata.maybe_number(f"{prefix}.rope.freq_base") or 10000.0,
         rope_scaling=_rope_scaling(metadata, prefix),
         tie_word_embeddings="output.weight" not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        **{key: metadata.number(f"{prefix}.{n}") for n, key in architecture.numbers.items()},
+        **{key: tensor in tensors for key, tensor in architecture.present.items()},
         **architecture.config,
     )
     _refuse_variants(metadata, prefix, head_dim)
@@ -173,3 +189,14 @@ def _refuse_variants(metadata: GgufMetadata, prefix: str, head_dim: int) -> None
                 f"{metadata.path}: {prefix}.{key} is {value} for heads of {head_dim}; "
                 "partial rotary embeddings and uneven heads are not supported"
             )
+    for key, value in metadata.unread(f"{prefix}.").items():
+        if key.removeprefix(f"{prefix}.") not in _INERT and _matters(value):
+            raise CheckpointError(
+                f"{metadata.path}: metadata key {key!r} is not known for {prefix!r} and could "
+                "change what the model computes; this variant is not supported"
+            )
+
+
+def _matters(value: Value) -> bool:
+    """Whether a value says that something is there."""
+    return bool(value.any()) if isinstance(value, np.ndarray) else bool(value)

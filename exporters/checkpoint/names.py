@@ -20,6 +20,9 @@ class GgufArchitecture:
         interleaved: block modules whose rows the converter reordered from rotary halves to
             interleaved pairs, with the config key that counts their heads.
         derived: tensors that repeat what the metadata says, not read.
+        numbers: metadata keys, without the architecture before them, that only this family has,
+            and the config keys that they become.
+        present: config keys that are true where the file has a tensor.
         config: extra config.json keys with fixed values.
     """
 
@@ -29,34 +32,63 @@ class GgufArchitecture:
     layer: Mapping[str, str]
     interleaved: Mapping[str, str] = field(default_factory=dict)
     derived: frozenset[str] = frozenset()
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    present: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
 
+
+_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_SILU = {"hidden_act": "silu"}
 
 _LLAMA = GgufArchitecture(
     hf_class="LlamaForCausalLM",
     model_type="llama",
-    model={
-        "token_embd": "model.embed_tokens",
-        "output_norm": "model.norm",
-        "output": "lm_head",
-    },
-    layer={
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    },
-    interleaved={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
+    model=_MODEL,
+    layer=_LAYER,
+    interleaved=_INTERLEAVED,
     derived=frozenset({"attn_rot_embd"}),
-    config={"hidden_act": "silu"},
+    numbers=_RMS,
+    present={**_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
+    config=_SILU,
+)
+_QWEN2 = GgufArchitecture(
+    hf_class="Qwen2ForCausalLM",
+    model_type="qwen2",
+    model=_MODEL,
+    layer=_LAYER,
+    numbers=_RMS,
+    config=_SILU,
+)
+_QWEN3 = GgufArchitecture(
+    hf_class="Qwen3ForCausalLM",
+    model_type="qwen3",
+    model=_MODEL,
+    layer=_LAYER | _HEAD_NORMS,
+    numbers=_RMS,
+    present=_BIAS,
+    config=_SILU,
 )
 
-ARCHITECTURES: Mapping[str, GgufArchitecture] = {"llama": _LLAMA}
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {a.model_type: a for a in (_LLAMA, _QWEN2, _QWEN3)}
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:

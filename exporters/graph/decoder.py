@@ -12,38 +12,24 @@ Three forms share one weight file:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec
+from headrace.exporters.graph.attention import Attention, KvScales, StepInputs, step_inputs
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.linear import Bias, LinearFormat, MlpWeights, Weight, add_bias
 from headrace.exporters.graph.probabilities import emit_probabilities
-from headrace.exporters.graph.rope import rope_tables
 from headrace.exporters.graph.weights import WeightStore
 from headrace.runtime import manifest as io
 
 FORMS = ("ragged", "uniform", "tree")
 
 Float = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class KvScales:
-    """Scales of a quantized cache: value = code * scale. float32 [layers, kv_heads, head_dim] each.
-
-    `bits` is 8 or 4; two 4-bit codes share a byte.
-    """
-
-    key: Float
-    value: Float
-    bits: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,27 +54,6 @@ class DecoderParts:
     head_matrix: Callable[[], Float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInputs:
-    """Graph inputs that every layer uses; None where the form has none."""
-
-    gather: ir.Value
-    scatter: ir.Value
-    seqlens_k: ir.Value
-    total: ir.Value
-    logits_index: ir.Value
-    inverse_temperature: ir.Value
-    query_seqlens: ir.Value | None
-    position_ids: ir.Value | None
-    attention_bias: ir.Value | None
-
-    def all(self) -> list[ir.Value]:
-        indices = (self.gather, self.scatter, self.seqlens_k, self.total, self.logits_index)
-        named = (*indices, self.inverse_temperature)
-        optional = (self.query_seqlens, self.position_ids, self.attention_bias)
-        return [*named, *(value for value in optional if value is not None)]
-
-
 def build_decoder(
     parts: DecoderParts,
     store: WeightStore,
@@ -97,39 +62,15 @@ def build_decoder(
 ) -> ir.Model:
     """Build one form; weights go to `store` unless an earlier form put them there."""
     assert form in FORMS
-    return _Decoder(parts, GraphBuilder(store), _step_inputs(form)).build(form, on_layer)
-
-
-def _step_inputs(form: str) -> _StepInputs:
-    int32, int64, float32 = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT
-    ragged, tree = form != "uniform", form == "tree"
-    return _StepInputs(
-        gather=graph_input(io.GATHER_INDEX, int64, ["B", "S"]),
-        scatter=graph_input(io.SCATTER_INDEX, int64, ["N"]),
-        seqlens_k=graph_input(io.SEQLENS_K, int32, ["B"]),
-        total=graph_input(io.TOTAL_TOKENS, int32, []),
-        logits_index=graph_input(io.LOGITS_INDEX, int64, ["R"]),
-        inverse_temperature=graph_input(io.INVERSE_TEMPERATURE, float32, ["R", 1]),
-        query_seqlens=graph_input(io.QUERY_SEQLENS, int32, ["B"]) if ragged else None,
-        position_ids=graph_input(io.POSITION_IDS, int64, ["B", "S"]) if tree else None,
-        attention_bias=(
-            graph_input(io.ATTENTION_BIAS, float32, ["B", 1, "S", "T"]) if tree else None
-        ),
-    )
+    return _Decoder(parts, GraphBuilder(store), step_inputs(form)).build(form, on_layer)
 
 
 class _Decoder:
     """Builds the layers in order, carrying the residual stream from one to the next."""
 
-    def __init__(self, parts: DecoderParts, g: GraphBuilder, step: _StepInputs) -> None:
+    def __init__(self, parts: DecoderParts, g: GraphBuilder, step: StepInputs) -> None:
         self.parts, self.spec, self.g, self.step = parts, parts.spec, g, step
-        self.cache_inputs: list[ir.Value] = []
-        self.cache_outputs: list[ir.Value] = []
-        # Rows of packed positions beyond the context can occur as padding of the longest row.
-        positions = self.spec.context_tokens + io.MAX_ROW_TOKENS
-        tables = cache(lambda: rope_tables(self.spec, positions))
-        self.cos = g.weight("rope.cos", lambda: tables()[0])
-        self.sin = g.weight("rope.sin", lambda: tables()[1])
+        self.attention = Attention(parts.spec, parts.kv_scales, g, step, self._gain)
 
     def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step
@@ -158,8 +99,8 @@ class _Decoder:
             named_output(normed, io.HIDDEN, float32, ["R", spec.hidden_size]),
         ]
         return g.model(
-            [ids, *step.all(), *self.cache_inputs],
-            [*outputs, *self.cache_outputs],
+            [ids, *step.all(), *self.attention.cache_inputs],
+            [*outputs, *self.attention.cache_outputs],
             f"{spec.architecture}_{form}",
         )
 
@@ -174,7 +115,7 @@ class _Decoder:
                 attended = g.op("Gather", attended, self.step.logits_index)
                 residual = g.op("Gather", residual, self.step.logits_index)
                 g.next_row_set()
-            output = self._linear(attended, names.output.format(layer), bias=spec.attention_bias)
+            output = self._linear(attended, names.output.format(layer), bias=spec.output_bias)
         with g.scope("mlp"):
             normed, residual = self._skip_norm(output, residual, names.mlp_norm.format(layer))
             output = self._mlp(layer, normed)
@@ -183,50 +124,9 @@ class _Decoder:
 
     def _attention(self, layer: int, normed: ir.Value) -> ir.Value:
         """float32 [N, hidden] -> [N, heads * head_dim]."""
-        spec, g, step, names = self.spec, self.g, self.step, self.spec.layer
+        names = self.spec.layer
         stacked = [n.format(layer) for n in (names.query, names.key, names.value)]
-        qkv = self._linear(normed, *stacked, bias=spec.attention_bias)
-        past_key, past_value = self._cache_inputs(layer)
-        key_scale, value_scale = self._cache_scales(layer)
-        inputs = [
-            g.op("Gather", qkv, step.gather),
-            None,
-            None,
-            past_key,
-            past_value,
-            step.seqlens_k,
-            step.total,
-            self.cos,
-            self.sin,
-            step.position_ids,
-            step.attention_bias,
-            None,
-            key_scale,
-            value_scale,
-            None,
-            None,
-            step.query_seqlens,
-        ]
-        while inputs[-1] is None:
-            inputs.pop()
-        attributes: dict[str, int | float | str] = {
-            "num_heads": spec.num_heads,
-            "kv_num_heads": spec.num_kv_heads,
-            "scale": 1 / math.sqrt(spec.head_dim),
-            "do_rotary": 1,
-        }
-        if self.parts.kv_scales is not None:
-            attributes |= {
-                "k_quant_type": "PER_CHANNEL",
-                "v_quant_type": "PER_CHANNEL",
-                "kv_cache_bit_width": self.parts.kv_scales.bits,
-            }
-        attended, key, value = g.ops(
-            "GroupQueryAttention", *inputs, outputs=3, domain=MICROSOFT, attributes=attributes
-        )
-        self._cache_outputs(layer, key, value)
-        flat = g.op("Reshape", attended, g.constant("flat_heads", self._flat_heads()))
-        return g.op("Gather", flat, step.scatter)
+        return self.attention.attend(layer, self._linear(normed, *stacked, bias=self.spec.qkv_bias))
 
     def _mlp(self, layer: int, normed: ir.Value) -> ir.Value:
         names, weight = self.spec.layer, self.parts.weight
@@ -273,7 +173,7 @@ class _Decoder:
         )
 
     def _first_norm(self, x: ir.Value, name: str) -> ir.Value:
-        attributes = {"epsilon": self.spec.rms_eps, "axis": -1, "stash_type": 1}
+        attributes = {"epsilon": self.spec.norm_eps, "axis": -1, "stash_type": 1}
         return self.g.op("RMSNormalization", x, self._gain(name), attributes=attributes)
 
     def _skip_norm(self, x: ir.Value, residual: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
@@ -285,52 +185,15 @@ class _Decoder:
             self._gain(name),
             outputs=4,
             domain=MICROSOFT,
-            attributes={"epsilon": self.spec.rms_eps},
+            attributes={"epsilon": self.spec.norm_eps},
         )
         mean.name = deviation.name = ""  # an output without a name is not computed
         return normed, total
 
     def _gain(self, name: str) -> ir.Value:
-        stored = self.g.weight(f"{name}.weight", lambda: self.parts.vector(f"{name}.weight"))
-        self.g.store.describe(f"{name}.weight", (self.spec.hidden_size,), "fp32")
+        """A vector in float32: the gain of a norm."""
+        full = f"{name}.weight"
+        stored = self.g.weight(full, lambda: self.parts.vector(full))
+        assert stored.shape is not None
+        self.g.store.describe(full, stored.shape.numpy(), "fp32")
         return stored
-
-    def _cache_inputs(self, layer: int) -> tuple[ir.Value, ir.Value]:
-        key, value = (
-            graph_input(name.format(layer), self._cache_dtype, self._cache_shape)
-            for name in (io.PAST_KEY, io.PAST_VALUE)
-        )
-        self.cache_inputs += [key, value]
-        return key, value
-
-    def _cache_outputs(self, layer: int, key: ir.Value, value: ir.Value) -> None:
-        for tensor, name in ((key, io.PRESENT_KEY), (value, io.PRESENT_VALUE)):
-            self.cache_outputs.append(
-                named_output(tensor, name.format(layer), self._cache_dtype, self._cache_shape)
-            )
-
-    def _cache_scales(self, layer: int) -> tuple[ir.Value | None, ir.Value | None]:
-        scales = self.parts.kv_scales
-        if scales is None:
-            return None, None
-        shape = (1, self.spec.num_kv_heads, 1, self.spec.head_dim)
-        return (
-            self.g.weight(f"kv_scale.key.{layer}", lambda: scales.key[layer].reshape(shape)),
-            self.g.weight(f"kv_scale.value.{layer}", lambda: scales.value[layer].reshape(shape)),
-        )
-
-    @property
-    def _cache_dtype(self) -> ir.DataType:
-        scales = self.parts.kv_scales
-        if scales is None:
-            return ir.DataType.FLOAT
-        return ir.DataType.INT8 if scales.bits == 8 else ir.DataType.UINT8
-
-    @property
-    def _cache_shape(self) -> list[int | str]:
-        scales = self.parts.kv_scales
-        packed = 1 if scales is None else 8 // scales.bits  # values to an element
-        return ["B", self.spec.num_kv_heads, "C", self.spec.head_dim // packed]
-
-    def _flat_heads(self) -> NDArray[np.int64]:
-        return np.array([-1, self.spec.num_heads * self.spec.head_dim], np.int64)

@@ -3,7 +3,7 @@
 RoFormer (Su et al., 2021): the angle of pair i at position t is t * theta^(-2i/dim). Scaled
 variants change the inverse frequencies: "linear" divides them by `factor`; "llama3" divides only
 long wavelengths, with a smooth band between (Llama 3.1 reference); "frequency_factors" divides each
-by its own of the `factors` [head_dim / 2], which is how a GGUF file stores the same.
+by its own of the `factors` [dim / 2], which is how a GGUF file stores the same.
 """
 
 from __future__ import annotations
@@ -15,35 +15,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.exporters.archs.config_keys import is_positive_number
-from headrace.exporters.archs.spec import DecoderSpec, RopeSpec
+from headrace.exporters.archs.spec import RopeSpec
 from headrace.runtime.errors import CheckpointError
 
 Float = NDArray[np.float32]
 
 
-def rope_tables(spec: DecoderSpec, positions: int) -> tuple[Float, Float]:
-    """cos and sin, float32 [positions, head_dim / 2]."""
-    angles = np.outer(np.arange(positions, dtype=np.float64), inverse_frequencies(spec))
+def rope_tables(rope: RopeSpec, positions: int) -> tuple[Float, Float]:
+    """cos and sin, float32 [positions, dim / 2]."""
+    angles = np.outer(np.arange(positions, dtype=np.float64), inverse_frequencies(rope))
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def inverse_frequencies(spec: DecoderSpec) -> NDArray[np.float64]:
-    """float64 [head_dim / 2].
+def inverse_frequencies(rope: RopeSpec) -> NDArray[np.float64]:
+    """float64 [dim / 2].
 
     Raises:
         CheckpointError: `rope_scaling` is of an unknown type or has a value that makes no sense.
     """
-    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
-    plain = spec.rope.theta**-exponents
-    if spec.rope.scaling is None:
+    plain = rope.theta ** -(np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
+    if rope.scaling is None:
         return plain
-    kind = spec.rope.scaling.get("rope_type", spec.rope.scaling.get("type"))
+    kind = rope.scaling.get("rope_type", rope.scaling.get("type"))
     if kind == "linear":
-        return plain / _number(spec.rope, "factor")
+        return plain / _number(rope, "factor")
     if kind == "llama3":
-        return _llama3(plain, spec.rope)
+        return _llama3(plain, rope)
     if kind == "frequency_factors":
-        return plain / _factors(spec.rope, len(plain))
+        return plain / _factors(rope, len(plain))
     raise CheckpointError(
         f"rope_scaling type {kind!r} is not supported; known: linear, llama3, frequency_factors"
     )

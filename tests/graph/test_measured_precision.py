@@ -14,8 +14,10 @@ from reference_llama import forward
 from tiny import read_folder
 
 from headrace.exporters import calibrate, sensitivity
+from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.graph.linear import Float32, RowInt8Format
-from headrace.exporters.package import _decoder_parts, decoder_spec, export_package
+from headrace.exporters.model import decoder_parts
+from headrace.exporters.package import export_package
 from headrace.exporters.package import open_checkpoint as open_source
 from headrace.exporters.precision import Rule, find_precision
 from headrace.exporters.validate import GraphRunner
@@ -121,7 +123,7 @@ def test_sensitivity_is_that_of_a_package_with_one_weight_quantized(
     source = tiny_checkpoint(tied=tied)
     with open_source(source) as checkpoint:
         spec = decoder_spec(checkpoint.config)
-        parts = _decoder_parts(spec, WeightSource(checkpoint), find_precision("auto"))
+        parts = decoder_parts(spec, WeightSource(checkpoint), find_precision("auto"))
         costs = sensitivity.measure_sensitivity(
             parts, Float32(), lambda name: RowInt8Format(), PROMPT, tmp_path
         )

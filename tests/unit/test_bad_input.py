@@ -161,6 +161,10 @@ def test_missing_tokenizer(source: Path, tmp_path: Path, output: Path, capsys: C
         ({"num_key_value_heads": 3}, "cannot share"),
         ({"intermediate_size": 64}, "gate_proj.weight' has shape [128, 64]"),
         ({"head_dim": 15}, "head_dim=15"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers"),
+        ({"parallel_attn": True}, "parallel_attn=True is not known for 'llama'"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
+        ({"sliding_window": 16}, "sliding_window=16"),
         ({"max_position_embeddings": 2**31 - 1}, "max_position_embeddings"),
         ({"attention_bias": True}, "q_proj.bias"),
         ({"eos_token_id": 10**9}, "token 1000000000"),
@@ -188,6 +192,18 @@ def test_layers_beyond_the_count_are_not_dropped(
     folder = Path(shutil.copytree(tiny_checkpoint(layers=2), tmp_path / "source"))
     edit_json(folder / "config.json", num_hidden_layers=1)
     assert "model.layers.1.input_layernorm.weight" in refused_at_once(capsys, folder, output)
+
+
+def test_keys_without_effect_are_tolerated(source: Path, output: Path) -> None:
+    changes = {"parallel_attn": False, "unknown": None, "attention_dropout": 0.1, "_name": "x"}
+    edit_json(source / "config.json", **changes, torch_dtype="bfloat16", pad_token_id=5)
+    assert export_cli.main([str(source), "-o", str(output), *FAST]) == 0
+
+
+def test_a_tensor_without_a_place_is_named(source: Path, output: Path, capsys: Capture) -> None:
+    name = "model.layers.0.self_attn.q_norm.weight"
+    edit_tensors(source, lambda t: t.update({name: np.ones(16, np.float32)}))
+    assert f"a tensor '{name}'" in refused_at_once(capsys, source, output)
 
 
 def test_tensors_that_do_not_fit(source: Path, output: Path, capsys: Capture) -> None:
@@ -235,7 +251,8 @@ def test_frequency_factors_of_a_gguf_file_are_llama3_scaling(tmp_path: Path) -> 
     raw = [("rope_freqs.weight", factors, GGMLQuantizationType.F32)]
     path = write_gguf(tmp_path / "model.gguf", raw=raw, llama__rope__freq_base=500000.0)
     with open_checkpoint(path) as checkpoint:
-        found = inverse_frequencies(spec_from_config(checkpoint.config))
+        (rope,) = spec_from_config(checkpoint.config).ropes
+        found = inverse_frequencies(rope)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -309,7 +326,7 @@ def test_a_full_disk(source: Path, small_disk: Path, capsys: Capture) -> None:
     assert contents(small_disk) == {"kept/manifest.json": b"{}"}
 
 
-STAGES = ["decoder_spec", "calibrate", "build_decoder", "check_graph", "file_sha256"]
+STAGES = ["checked_spec", "calibrate", "build_decoder", "check_graph", "file_sha256"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,0 +1,218 @@
+"""Attention of a step: packed queries, keys and values to `[B, S, .]`, GroupQueryAttention, back.
+
+`gather_index` and `scatter_index` are graph inputs, and the cache is an input and an output of
+every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from headrace.exporters.archs.spec import DecoderSpec, RopeSpec
+from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
+from headrace.exporters.graph.rope import rope_tables
+from headrace.runtime import manifest as io
+
+Float = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class KvScales:
+    """Scales of a quantized cache: value = code * scale. float32 [layers, kv_heads, head_dim] each.
+
+    `bits` is 8 or 4; two 4-bit codes share a byte.
+    """
+
+    key: Float
+    value: Float
+    bits: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Graph inputs that every layer uses; None where the form has none."""
+
+    gather: ir.Value
+    scatter: ir.Value
+    seqlens_k: ir.Value
+    total: ir.Value
+    logits_index: ir.Value
+    inverse_temperature: ir.Value
+    query_seqlens: ir.Value | None
+    position_ids: ir.Value | None
+    attention_bias: ir.Value | None
+
+    def all(self) -> list[ir.Value]:
+        indices = (self.gather, self.scatter, self.seqlens_k, self.total, self.logits_index)
+        named = (*indices, self.inverse_temperature)
+        optional = (self.query_seqlens, self.position_ids, self.attention_bias)
+        return [*named, *(value for value in optional if value is not None)]
+
+
+def step_inputs(form: str) -> StepInputs:
+    """Of a form of `graph.decoder.FORMS`."""
+    int32, int64, float32 = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT
+    ragged, tree = form != "uniform", form == "tree"
+    return StepInputs(
+        gather=graph_input(io.GATHER_INDEX, int64, ["B", "S"]),
+        scatter=graph_input(io.SCATTER_INDEX, int64, ["N"]),
+        seqlens_k=graph_input(io.SEQLENS_K, int32, ["B"]),
+        total=graph_input(io.TOTAL_TOKENS, int32, []),
+        logits_index=graph_input(io.LOGITS_INDEX, int64, ["R"]),
+        inverse_temperature=graph_input(io.INVERSE_TEMPERATURE, float32, ["R", 1]),
+        query_seqlens=graph_input(io.QUERY_SEQLENS, int32, ["B"]) if ragged else None,
+        position_ids=graph_input(io.POSITION_IDS, int64, ["B", "S"]) if tree else None,
+        attention_bias=(
+            graph_input(io.ATTENTION_BIAS, float32, ["B", 1, "S", "T"]) if tree else None
+        ),
+    )
+
+
+class Attention:
+    """Builds the attention of one layer after the other; collects the inputs and outputs of the
+    cache.
+
+    Args:
+        gain: finds the gain of a norm by its checkpoint name without `.weight`.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        scales: KvScales | None,
+        g: GraphBuilder,
+        step: StepInputs,
+        gain: Callable[[str], ir.Value],
+    ) -> None:
+        self._spec, self._scales, self._g, self._step, self._gain = spec, scales, g, step, gain
+        self._tables = [self._rope_tables(i, rope) for i, rope in enumerate(spec.ropes)]
+        self.cache_inputs: list[ir.Value] = []
+        self.cache_outputs: list[ir.Value] = []
+
+    def attend(self, layer: int, qkv: ir.Value) -> ir.Value:
+        """float32 [N, (heads + 2 kv_heads) * head_dim] -> [N, heads * head_dim]."""
+        spec, g, step = self._spec, self._g, self._step
+        attention = spec.attention[layer]
+        past_key, past_value = self._cache_inputs(layer)
+        key_scale, value_scale = self._cache_scales(layer)
+        cos, sin = self._tables[spec.ropes.index(attention.rope)]
+        inputs = [
+            self._unpacked(layer, qkv),
+            None,
+            None,
+            past_key,
+            past_value,
+            step.seqlens_k,
+            step.total,
+            cos,
+            sin,
+            step.position_ids,
+            step.attention_bias,
+            None,
+            key_scale,
+            value_scale,
+            None,
+            None,
+            step.query_seqlens,
+        ]
+        while inputs[-1] is None:
+            inputs.pop()
+        attributes: dict[str, int | float | str] = {
+            "num_heads": spec.num_heads,
+            "kv_num_heads": spec.num_kv_heads,
+            "scale": spec.attention_scale,
+            "do_rotary": 1,
+        }
+        if attention.window_tokens is not None:
+            attributes["local_window_size"] = attention.window_tokens
+        if self._scales is not None:
+            attributes |= {
+                "k_quant_type": "PER_CHANNEL",
+                "v_quant_type": "PER_CHANNEL",
+                "kv_cache_bit_width": self._scales.bits,
+            }
+        attended, key, value = g.ops(
+            "GroupQueryAttention", *inputs, outputs=3, domain=MICROSOFT, attributes=attributes
+        )
+        self._cache_outputs(layer, key, value)
+        width = spec.num_heads * spec.head_dim
+        flat = g.op("Reshape", attended, g.constant("flat_heads", _ints(-1, width)))
+        return g.op("Gather", flat, step.scatter)
+
+    def _unpacked(self, layer: int, qkv: ir.Value) -> ir.Value:
+        """[N, .] -> [B, S, .], with queries and keys normalized where the model does that."""
+        spec, g, names = self._spec, self._g, self._spec.layer
+        if names.query_norm is None or names.key_norm is None:
+            return g.op("Gather", qkv, self._step.gather)
+        counts = g.constant(
+            "head_counts", _ints(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        )
+        heads = g.op("Reshape", qkv, g.constant("by_head", _ints(0, -1, spec.head_dim)))
+        query, key, value = g.ops("Split", heads, counts, outputs=3, attributes={"axis": 1})
+        normed = [
+            g.op(
+                "RMSNormalization",
+                part,
+                self._gain(name.format(layer)),
+                attributes={"epsilon": spec.norm_eps, "axis": -1, "stash_type": 1},
+            )
+            for part, name in ((query, names.query_norm), (key, names.key_norm))
+        ]
+        heads = g.op("Concat", *normed, value, attributes={"axis": 1})
+        unpacked = g.op("Gather", heads, self._step.gather)
+        return g.op("Reshape", unpacked, g.constant("heads_joined", _ints(0, 0, -1)))
+
+    def _rope_tables(self, number: int, rope: RopeSpec) -> tuple[ir.Value, ir.Value]:
+        # Rows of packed positions beyond the context can occur as padding of the longest row.
+        positions = self._spec.context_tokens + io.MAX_ROW_TOKENS
+        tables = cache(lambda: rope_tables(rope, positions))
+        name = f"rope.{number}" if number else "rope"
+        return (
+            self._g.weight(f"{name}.cos", lambda: tables()[0]),
+            self._g.weight(f"{name}.sin", lambda: tables()[1]),
+        )
+
+    def _cache_inputs(self, layer: int) -> tuple[ir.Value, ir.Value]:
+        key, value = (
+            graph_input(name.format(layer), self._cache_dtype, self._cache_shape)
+            for name in (io.PAST_KEY, io.PAST_VALUE)
+        )
+        self.cache_inputs += [key, value]
+        return key, value
+
+    def _cache_outputs(self, layer: int, key: ir.Value, value: ir.Value) -> None:
+        for tensor, name in ((key, io.PRESENT_KEY), (value, io.PRESENT_VALUE)):
+            self.cache_outputs.append(
+                named_output(tensor, name.format(layer), self._cache_dtype, self._cache_shape)
+            )
+
+    def _cache_scales(self, layer: int) -> tuple[ir.Value | None, ir.Value | None]:
+        scales = self._scales
+        if scales is None:
+            return None, None
+        shape = (1, self._spec.num_kv_heads, 1, self._spec.head_dim)
+        return (
+            self._g.weight(f"kv_scale.key.{layer}", lambda: scales.key[layer].reshape(shape)),
+            self._g.weight(f"kv_scale.value.{layer}", lambda: scales.value[layer].reshape(shape)),
+        )
+
+    @property
+    def _cache_dtype(self) -> ir.DataType:
+        if self._scales is None:
+            return ir.DataType.FLOAT
+        return ir.DataType.INT8 if self._scales.bits == 8 else ir.DataType.UINT8
+
+    @property
+    def _cache_shape(self) -> list[int | str]:
+        packed = 1 if self._scales is None else 8 // self._scales.bits  # values to an element
+        return ["B", self._spec.num_kv_heads, "C", self._spec.head_dim // packed]
+
+
+def _ints(*values: int) -> NDArray[np.int64]:
+    return np.array(values, np.int64)

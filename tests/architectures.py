@@ -1,0 +1,61 @@
+"""A small model of every architecture: config.json keys, and random weights made without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny
+from safetensors.numpy import save_file
+
+from headrace.exporters.archs.registry import decoder_spec
+from headrace.exporters.archs.tensors import expected_tensors
+
+_SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+# Windows are shorter than the texts of tests, which have up to 40 tokens.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2_tied_window": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral_window": {"model_type": "mistral", "sliding_window": 6, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_bias_untied": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Keys of config.json."""
+    return {**_SHAPE, **CONFIGS[name]}
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """Write config.json, weights and a tokenizer; returns `folder`."""
+    folder.mkdir(parents=True)
+    config = config_of(name)
+    config.setdefault("tie_word_embeddings", False)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for tensor, shape in expected_tensors(decoder_spec(config)):
+        values = rng.standard_normal(shape).astype(np.float32)
+        is_matrix = len(shape) == 2
+        tensors[tensor] = values * (2 / shape[-1] ** 0.5) if is_matrix else 1 + 0.2 * values
+    save_file(tensors, folder / "model.safetensors")
+    tiny.tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder

@@ -1,0 +1,92 @@
+"""GGUF files of every architecture, named by the gguf package, say what the folder says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from architectures import config_of, write_model
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from headrace.exporters.archs.registry import decoder_spec
+from headrace.exporters.archs.spec import DecoderSpec
+from headrace.exporters.checkpoint.source import open_checkpoint
+from headrace.runtime.errors import CheckpointError
+
+Metadata = Callable[[gguf.GGUFWriter, Mapping[str, Any]], None]
+
+
+def _none(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Nothing beyond what every family has."""
+
+
+# Name of the sample, GGUF architecture, its own metadata.
+CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
+    "qwen2": (gguf.MODEL_ARCH.QWEN2, _none),
+    "qwen3": (gguf.MODEL_ARCH.QWEN3, _none),
+    "qwen3_bias_untied": (gguf.MODEL_ARCH.QWEN3, _none),
+}
+
+
+def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
+    """Convert a folder as llama.cpp's converter would; `more`: metadata, `__` for `.`."""
+    architecture, add_own = CASES[name]
+    config = config_of(name)
+    layers = config["num_hidden_layers"]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    add_own(writer, config)
+    for key, value in more.items():
+        writer.add_uint32(key.replace("__", "."), value)
+    names = gguf.get_tensor_name_map(architecture, layers)
+    for tensor, values in load_file(folder / "model.safetensors").items():
+        new = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        assert new is not None, tensor
+        writer.add_tensor(new, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def comparable(spec: DecoderSpec) -> DecoderSpec:
+    """GGUF stores numbers as float32."""
+    return dataclasses.replace(spec, norm_eps=float(np.float32(spec.norm_eps)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_formats_say_the_same(name: str, tmp_path: Path) -> None:
+    folder = write_model(name, tmp_path / "hf")
+    file = write_gguf(name, folder, tmp_path / "model.gguf")
+    with open_checkpoint(folder) as expected, open_checkpoint(file) as actual:
+        assert comparable(decoder_spec(actual.config)) == comparable(decoder_spec(expected.config))
+        assert set(actual.tensors) == set(expected.tensors)
+        for tensor in expected.tensors:
+            values: NDArray[np.float32] = actual.tensors[tensor].load()
+            np.testing.assert_allclose(
+                values, expected.tensors[tensor].load(), atol=1e-6, err_msg=tensor
+            )
+
+
+def test_metadata_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    folder = write_model("qwen3", tmp_path / "hf")
+    file = write_gguf("qwen3", folder, tmp_path / "model.gguf", qwen3__attention__sliding_window=8)
+    with pytest.raises(CheckpointError, match=r"'qwen3\.attention\.sliding_window' is not known"):
+        open_checkpoint(file)

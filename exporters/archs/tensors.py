@@ -60,9 +60,9 @@ def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     for layer in range(spec.num_layers):
         for norm in names.norms():
             yield f"{norm.format(layer)}.weight", (hidden,)
-        for norm in (names.query_norm, names.key_norm):
-            if norm is not None:
-                yield f"{norm.format(layer)}.weight", (spec.head_dim,)
+        for head_norm in (names.query_norm, names.key_norm):
+            if head_norm is not None:
+                yield f"{head_norm.format(layer)}.weight", (spec.head_dim,)
         for name, shape, has_bias in linears:
             yield f"{name.format(layer)}.weight", shape
             if has_bias:

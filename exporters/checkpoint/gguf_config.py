@@ -189,8 +189,8 @@ def _refuse_variants(metadata: GgufMetadata, prefix: str, head_dim: int) -> None
                 f"{metadata.path}: {prefix}.{key} is {value} for heads of {head_dim}; "
                 "partial rotary embeddings and uneven heads are not supported"
             )
-    for key, value in metadata.unread(f"{prefix}.").items():
-        if key.removeprefix(f"{prefix}.") not in _INERT and _matters(value):
+    for key, said in metadata.unread(f"{prefix}.").items():
+        if key.removeprefix(f"{prefix}.") not in _INERT and _matters(said):
             raise CheckpointError(
                 f"{metadata.path}: metadata key {key!r} is not known for {prefix!r} and could "
                 "change what the model computes; this variant is not supported"

@@ -8,7 +8,7 @@ from headrace.exporters.archs.tensors import check_tensors
 from headrace.exporters.checkpoint.source import Checkpoint
 from headrace.exporters.graph.decoder import DecoderParts
 from headrace.exporters.graph.linear import Float32
-from headrace.exporters.graph.rope import inverse_frequencies
+from headrace.exporters.graph.rope import rope_tables
 from headrace.exporters.precision import Precision
 from headrace.exporters.rotation import RotatedSource
 from headrace.exporters.weight_source import WeightSource
@@ -20,7 +20,7 @@ def checked_spec(checkpoint: Checkpoint) -> DecoderSpec:
     spec = decoder_spec(checkpoint.config)
     check_tensors(spec, checkpoint.tensors)
     for rope in spec.ropes:
-        inverse_frequencies(rope)
+        rope_tables(rope, positions=1)
     tokenizer = checkpoint.tokenizer
     bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
     if beyond := [i for i in (*bos, *tokenizer.eos_token_ids) if i >= spec.vocab_size]:

@@ -32,6 +32,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "max_window_layers": 1,
     },
+    "qwen2_yarn": {
+        "model_type": "qwen2",
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral_window": {"model_type": "mistral", "sliding_window": 6, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},

@@ -25,13 +25,16 @@ def run_schedule(
     schedule: Schedule,
     *,
     form: str | None = None,
+    context_tokens: int | None = None,
 ) -> tuple[list[Float], list[Float]]:
     """Load a package, run the steps on one thread; logits [T, V] and entropy [T] a sequence.
 
     Sequence i has slot i. A position that is sent again keeps its last answer; one that is never
     sent has NaN.
     """
-    config = EngineConfig(max_sequences=len(sequences), num_threads=1, form=form)
+    config = EngineConfig(
+        max_sequences=len(sequences), num_threads=1, form=form, context_tokens=context_tokens
+    )
     backend = create_backend("cpu", package, read_manifest(package), config, probe_hardware())
     vocab_size = backend.load().vocab_size
     logits = [np.full((len(s), vocab_size), np.nan, np.float32) for s in sequences]

@@ -54,7 +54,12 @@ def logits_of(model: Any, tokens: list[int]) -> NDArray[np.float32]:
     return logits
 
 
-def check_parity(package: Path, model: Any, lengths: tuple[int, ...] = LENGTHS) -> None:
+def check_parity(
+    package: Path,
+    model: Any,
+    lengths: tuple[int, ...] = LENGTHS,
+    context_tokens: int | None = None,
+) -> None:
     """Whole prompts, decoding one by one, and ragged batches with returns, from both forms."""
     rng = np.random.default_rng(11)
     sequences = [rng.integers(3, 256, length).tolist() for length in lengths]
@@ -68,7 +73,9 @@ def check_parity(package: Path, model: Any, lengths: tuple[int, ...] = LENGTHS) 
     }
     for kind, schedule in schedules.items():
         for form in ("ragged", "uniform"):
-            logits, entropy = run_schedule(package, sequences, schedule, form=form)
+            logits, entropy = run_schedule(
+                package, sequences, schedule, form=form, context_tokens=context_tokens
+            )
             for i in range(len(sequences)):
                 where = f"{kind}, {form} form, sequence {i}"
                 assert relative_error(logits[i], expected[i]) < TOLERANCE, where

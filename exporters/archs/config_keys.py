@@ -134,17 +134,6 @@ def get_bool(config: Mapping[str, object], key: str, default: bool) -> bool:
     return value
 
 
-def get_scaling(config: Mapping[str, object]) -> dict[str, object] | None:
-    """`rope_scaling`; None where it scales nothing."""
-    value = config.get("rope_scaling")
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"config.json: rope_scaling={value!r} is not an object")
-    kind = value.get("rope_type", value.get("type"))
-    return None if kind in (None, "default") else cast(dict[str, object], value)
-
-
 def require_value(config: Mapping[str, object], key: str, *expected: object) -> None:
     """The key is missing or has a value that this architecture's graph is built for."""
     value = config.get(key)

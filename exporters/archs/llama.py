@@ -15,10 +15,10 @@ from headrace.exporters.archs.config_keys import (
     get_float,
     get_int,
     get_layers,
-    get_scaling,
     require_value,
 )
-from headrace.exporters.archs.spec import AttentionSpec, DecoderSpec, LayerNames, RopeSpec
+from headrace.exporters.archs.rope_keys import read_rope
+from headrace.exporters.archs.spec import AttentionSpec, DecoderSpec, LayerNames
 
 MODEL_TYPES = ("llama",)
 
@@ -81,10 +81,3 @@ def llama_like(config: Mapping[str, object], *, architecture: str, **changes: An
         "layer": LAYER,
     }
     return DecoderSpec(architecture=architecture, **fields | changes)
-
-
-def read_rope(config: Mapping[str, object], head_dim: int) -> RopeSpec:
-    """`rope_theta` and `rope_scaling`."""
-    return RopeSpec(
-        theta=get_float(config, "rope_theta", 10000.0), dim=head_dim, scaling=get_scaling(config)
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.exporters.checkpoint.gguf_config import GgufMetadata, read_config
+from headrace.exporters.checkpoint.gguf_config import GgufMetadata, read_config, refuse_unread
 from headrace.exporters.checkpoint.gguf_data import (
     DataFile,
     RowOrder,
@@ -31,7 +31,8 @@ from headrace.exporters.checkpoint.tokenizer_gguf import tokenizer_from_metadata
 from headrace.exporters.checkpoint.values import Checkpoint, Config, LazyTensor
 from headrace.runtime.errors import CheckpointError
 
-_FREQUENCY_FACTORS = "rope_freqs.weight"
+_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -57,8 +58,8 @@ def open_gguf(path: Path) -> Checkpoint:
             tensors = {n: _lazy(file, t, n, None) for n, t in stored.items()}
         else:
             config = read_config(metadata, architecture, stored)
-            if _FREQUENCY_FACTORS in stored:
-                config["rope_scaling"] = _frequency_factors(file, stored.pop(_FREQUENCY_FACTORS))
+            _set_factors(file, stored, config, metadata)
+            refuse_unread(metadata)
             tensors = _rename(file, stored, architecture, config, path)
         return Checkpoint(
             format="gguf",
@@ -128,7 +129,25 @@ def _half_split_order(tensor: GgufTensor, heads: object, path: Path) -> RowOrder
     return pairs.swapaxes(1, 2).reshape(rows)
 
 
-def _frequency_factors(file: DataFile, tensor: GgufTensor) -> dict[str, object]:
-    """Llama 3.1's scaling as llama.cpp stores it: a divisor for each inverse frequency."""
-    factors = load_float32(file, tensor, None)
-    return {"rope_type": "frequency_factors", "factors": factors.ravel().tolist()}
+def _set_factors(
+    file: DataFile, stored: dict[str, GgufTensor], config: Config, metadata: GgufMetadata
+) -> None:
+    """Divisors of inverse frequencies, which are tensors in GGUF: Llama 3.1's and longrope's."""
+
+    def factors(name: str) -> list[float]:
+        values: list[float] = load_float32(file, stored.pop(name), None).ravel().tolist()
+        return values
+
+    if _FACTORS in stored:
+        config["rope_scaling"] = {"rope_type": "frequency_factors", "factors": factors(_FACTORS)}
+    if _LONG_FACTORS in stored and _SHORT_FACTORS in stored:
+        prefix = f"{metadata.text('general.architecture')}.rope.scaling"
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": factors(_SHORT_FACTORS),
+            "long_factor": factors(_LONG_FACTORS),
+            "attention_factor": metadata.maybe_number(f"{prefix}.attn_factor") or 1.0,
+            "original_max_position_embeddings": metadata.integer(
+                f"{prefix}.original_context_length"
+            ),
+        }

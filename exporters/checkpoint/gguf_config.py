@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -164,16 +165,26 @@ def read_config(
 
 
 def _rope_scaling(metadata: GgufMetadata, prefix: str) -> dict[str, object] | None:
+    def number(key: str) -> float | None:
+        return metadata.maybe_number(f"{prefix}.rope.{key}")
+
     kind = metadata.maybe_text(f"{prefix}.rope.scaling.type")
-    factor = metadata.maybe_number(f"{prefix}.rope.scaling.factor")
+    factor = number("scaling.factor")
     if kind is None:  # older files have only a linear scale
-        factor = metadata.maybe_number(f"{prefix}.rope.scale_linear") or factor
+        factor = number("scale_linear") or factor
         kind = "linear"
-    if kind == "none" or factor in (None, 0.0, 1.0):
+    original = metadata.maybe_integer(f"{prefix}.rope.scaling.original_context_length")
+    if kind == "none" or factor is None or factor in (0.0, 1.0):
         return None
     scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
-    original = metadata.maybe_integer(f"{prefix}.rope.scaling.original_context_length")
-    return scaling if original is None else scaling | {"original_max_position_embeddings": original}
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        scaling["beta_fast"] = number("scaling.yarn_beta_fast") or 32.0
+        scaling["beta_slow"] = number("scaling.yarn_beta_slow") or 1.0
+        grown = 1 + 0.1 * math.log(max(factor, 1.0))  # llama.cpp multiplies the two
+        scaling["attention_factor"] = grown * (number("scaling.attn_factor") or 1.0)
+    return scaling
 
 
 def _refuse_variants(metadata: GgufMetadata, prefix: str, head_dim: int) -> None:
@@ -189,6 +200,11 @@ def _refuse_variants(metadata: GgufMetadata, prefix: str, head_dim: int) -> None
                 f"{metadata.path}: {prefix}.{key} is {value} for heads of {head_dim}; "
                 "partial rotary embeddings and uneven heads are not supported"
             )
+
+
+def refuse_unread(metadata: GgufMetadata) -> None:
+    """Raises CheckpointError: a key about the model was not asked for and could matter."""
+    prefix = metadata.text("general.architecture")
     for key, said in metadata.unread(f"{prefix}.").items():
         if key.removeprefix(f"{prefix}.") not in _INERT and _matters(said):
             raise CheckpointError(

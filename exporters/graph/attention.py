@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec, RopeSpec
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
-from headrace.exporters.graph.rope import rope_tables
+from headrace.exporters.graph.positions import emit_positions, emit_second_table
+from headrace.exporters.graph.rope import rope_tables, switch_tokens
+from headrace.exporters.graph.step_inputs import StepInputs
 from headrace.runtime import manifest as io
 
 Float = NDArray[np.float32]
@@ -32,46 +34,6 @@ class KvScales:
     key: Float
     value: Float
     bits: int = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Graph inputs that every layer uses; None where the form has none."""
-
-    gather: ir.Value
-    scatter: ir.Value
-    seqlens_k: ir.Value
-    total: ir.Value
-    logits_index: ir.Value
-    inverse_temperature: ir.Value
-    query_seqlens: ir.Value | None
-    position_ids: ir.Value | None
-    attention_bias: ir.Value | None
-
-    def all(self) -> list[ir.Value]:
-        indices = (self.gather, self.scatter, self.seqlens_k, self.total, self.logits_index)
-        named = (*indices, self.inverse_temperature)
-        optional = (self.query_seqlens, self.position_ids, self.attention_bias)
-        return [*named, *(value for value in optional if value is not None)]
-
-
-def step_inputs(form: str) -> StepInputs:
-    """Of a form of `graph.decoder.FORMS`."""
-    int32, int64, float32 = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT
-    ragged, tree = form != "uniform", form == "tree"
-    return StepInputs(
-        gather=graph_input(io.GATHER_INDEX, int64, ["B", "S"]),
-        scatter=graph_input(io.SCATTER_INDEX, int64, ["N"]),
-        seqlens_k=graph_input(io.SEQLENS_K, int32, ["B"]),
-        total=graph_input(io.TOTAL_TOKENS, int32, []),
-        logits_index=graph_input(io.LOGITS_INDEX, int64, ["R"]),
-        inverse_temperature=graph_input(io.INVERSE_TEMPERATURE, float32, ["R", 1]),
-        query_seqlens=graph_input(io.QUERY_SEQLENS, int32, ["B"]) if ragged else None,
-        position_ids=graph_input(io.POSITION_IDS, int64, ["B", "S"]) if tree else None,
-        attention_bias=(
-            graph_input(io.ATTENTION_BIAS, float32, ["B", 1, "S", "T"]) if tree else None
-        ),
-    )
 
 
 class Attention:
@@ -91,7 +53,9 @@ class Attention:
         gain: Callable[[str], ir.Value],
     ) -> None:
         self._spec, self._scales, self._g, self._step, self._gain = spec, scales, g, step, gain
-        self._tables = [self._rope_tables(i, rope) for i, rope in enumerate(spec.ropes)]
+        # Rows of packed positions beyond the context can occur as padding of the longest row.
+        self._table_rows = spec.context_tokens + io.MAX_ROW_TOKENS
+        self._ropes = [self._rope(i, rope) for i, rope in enumerate(spec.ropes)]
         self.cache_inputs: list[ir.Value] = []
         self.cache_outputs: list[ir.Value] = []
 
@@ -101,7 +65,7 @@ class Attention:
         attention = spec.attention[layer]
         past_key, past_value = self._cache_inputs(layer)
         key_scale, value_scale = self._cache_scales(layer)
-        cos, sin = self._tables[spec.ropes.index(attention.rope)]
+        cos, sin, position_ids = self._ropes[spec.ropes.index(attention.rope)]
         inputs = [
             self._unpacked(layer, qkv),
             None,
@@ -112,7 +76,7 @@ class Attention:
             step.total,
             cos,
             sin,
-            step.position_ids,
+            position_ids,
             step.attention_bias,
             None,
             key_scale,
@@ -168,15 +132,18 @@ class Attention:
         unpacked = g.op("Gather", heads, self._step.gather)
         return g.op("Reshape", unpacked, g.constant("heads_joined", _ints(0, 0, -1)))
 
-    def _rope_tables(self, number: int, rope: RopeSpec) -> tuple[ir.Value, ir.Value]:
-        # Rows of packed positions beyond the context can occur as padding of the longest row.
-        positions = self._spec.context_tokens + io.MAX_ROW_TOKENS
-        tables = cache(lambda: rope_tables(rope, positions))
+    def _rope(self, number: int, rope: RopeSpec) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """cos, sin and, where the operator is not to count for itself, rows of them [B, S]."""
+        g, step, rows = self._g, self._step, self._table_rows
+        tables = cache(lambda: rope_tables(rope, rows))
         name = f"rope.{number}" if number else "rope"
-        return (
-            self._g.weight(f"{name}.cos", lambda: tables()[0]),
-            self._g.weight(f"{name}.sin", lambda: tables()[1]),
-        )
+        cos = g.weight(f"{name}.cos", lambda: tables()[0])
+        sin = g.weight(f"{name}.sin", lambda: tables()[1])
+        switch = switch_tokens(rope)
+        if switch is None:
+            return cos, sin, step.position_ids
+        positions = emit_positions(g, step)
+        return cos, sin, emit_second_table(g, step, positions, switch, rows)
 
     def _cache_inputs(self, layer: int) -> tuple[ir.Value, ir.Value]:
         key, value = (

@@ -20,10 +20,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec
-from headrace.exporters.graph.attention import Attention, KvScales, StepInputs, step_inputs
+from headrace.exporters.graph.attention import Attention, KvScales
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.linear import Bias, LinearFormat, MlpWeights, Weight, add_bias
 from headrace.exporters.graph.probabilities import emit_probabilities
+from headrace.exporters.graph.step_inputs import StepInputs, step_inputs
 from headrace.exporters.graph.weights import WeightStore
 from headrace.runtime import manifest as io
 

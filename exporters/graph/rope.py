@@ -1,9 +1,15 @@
 """Rotary position tables.
 
 RoFormer (Su et al., 2021): the angle of pair i at position t is t * theta^(-2i/dim). Scaled
-variants change the inverse frequencies: "linear" divides them by `factor`; "llama3" divides only
-long wavelengths, with a smooth band between (Llama 3.1 reference); "frequency_factors" divides each
-by its own of the `factors` [dim / 2], which is how a GGUF file stores the same.
+variants change the inverse frequencies, some the length of the turned vectors, too:
+
+    linear             all are divided by `factor`
+    dynamic            plain up to the context that the model was trained on, where a package ends
+    llama3             long wavelengths are divided, with a smooth band between (Llama 3.1)
+    yarn               the same by number of turns; vectors grow (Peng et al., 2023)
+    longrope           each is divided by its own factor, of one list up to the context that the
+                       model was trained on and of another beyond (Ding et al., 2024); vectors grow
+    frequency_factors  each is divided by its own of the `factors` [dim / 2]: GGUF's form of llama3
 """
 
 from __future__ import annotations
@@ -19,36 +25,70 @@ from headrace.exporters.archs.spec import RopeSpec
 from headrace.runtime.errors import CheckpointError
 
 Float = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 
 
 def rope_tables(rope: RopeSpec, positions: int) -> tuple[Float, Float]:
-    """cos and sin, float32 [positions, dim / 2]."""
-    angles = np.outer(np.arange(positions, dtype=np.float64), inverse_frequencies(rope))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def inverse_frequencies(rope: RopeSpec) -> NDArray[np.float64]:
-    """float64 [dim / 2].
+    """cos and sin, float32 [positions, dim / 2]; of longrope the short ones, then the long ones.
 
     Raises:
-        CheckpointError: `rope_scaling` is of an unknown type or has a value that makes no sense.
+        CheckpointError: `rope.scaling` has a value that makes no sense.
     """
-    plain = rope.theta ** -(np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
-    if rope.scaling is None:
-        return plain
-    kind = rope.scaling.get("rope_type", rope.scaling.get("type"))
+    frequencies = inverse_frequencies(rope)
+    angles = np.concatenate([np.outer(np.arange(positions), f) for f in frequencies])
+    cos, sin = (turn(angles) * attention_factor(rope) for turn in (np.cos, np.sin))
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def switch_tokens(rope: RopeSpec) -> int | None:
+    """The longest context for the first of two tables; None where there is one."""
+    if _kind(rope) != "longrope":
+        return None
+    return int(_number(rope, "original_max_position_embeddings"))
+
+
+def inverse_frequencies(rope: RopeSpec) -> list[Float64]:
+    """float64 [dim / 2]: one, or for longrope two."""
+    plain: Float64 = rope.theta ** -(np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
+    kind = _kind(rope)
     if kind == "linear":
-        return plain / _number(rope, "factor")
+        return [plain / _number(rope, "factor")]
     if kind == "llama3":
-        return _llama3(plain, rope)
+        return [_llama3(plain, rope)]
+    if kind == "yarn":
+        return [_yarn(plain, rope)]
+    if kind == "longrope":
+        return [plain / _factors(rope, key, len(plain)) for key in ("short_factor", "long_factor")]
     if kind == "frequency_factors":
-        return plain / _factors(rope, len(plain))
-    raise CheckpointError(
-        f"rope_scaling type {kind!r} is not supported; known: linear, llama3, frequency_factors"
-    )
+        return [plain / _factors(rope, "factors", len(plain))]
+    assert kind in (None, "dynamic")
+    return [plain]
 
 
-def _llama3(plain: NDArray[np.float64], rope: RopeSpec) -> NDArray[np.float64]:
+def attention_factor(rope: RopeSpec) -> float:
+    """What turned vectors are multiplied with."""
+    kind = _kind(rope)
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if (rope.scaling or {}).get("attention_factor") is not None:
+        return _number(rope, "attention_factor")
+    factor = _number(rope, "factor")
+    if factor <= 1:
+        return 1.0
+    if kind == "longrope":
+        trained = _number(rope, "original_max_position_embeddings")
+        return math.sqrt(1 + math.log(factor) / math.log(trained))
+
+    def growth(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1
+
+    scales = [(rope.scaling or {}).get(key) for key in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return growth(1)
+    return growth(_number(rope, "mscale")) / growth(_number(rope, "mscale_all_dim"))
+
+
+def _llama3(plain: Float64, rope: RopeSpec) -> Float64:
     factor = _number(rope, "factor")
     low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
     trained = _number(rope, "original_max_position_embeddings")
@@ -61,17 +101,42 @@ def _llama3(plain: NDArray[np.float64], rope: RopeSpec) -> NDArray[np.float64]:
     return plain * (smooth + (1 - smooth) / factor)
 
 
-def _number(rope: RopeSpec, key: str) -> float:
-    value = (rope.scaling or {}).get(key)
+def _yarn(plain: Float64, rope: RopeSpec) -> Float64:
+    """Pairs that turn more than `beta_fast` times in the first context stay as they are, those
+    that turn less than `beta_slow` times are divided, between them it is mixed."""
+    factor = _number(rope, "factor")
+    trained = _number(rope, "original_max_position_embeddings")
+    truncated = (rope.scaling or {}).get("truncate") is not False
+
+    def pair_that_turns(times: float) -> float:
+        turns = math.log(trained / (times * 2 * math.pi))
+        return rope.dim * turns / (2 * math.log(rope.theta))
+
+    first = pair_that_turns(_number(rope, "beta_fast", 32.0))
+    last = pair_that_turns(_number(rope, "beta_slow", 1.0))
+    if truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    width = last - first or 0.001
+    divided: Float64 = np.clip((np.arange(len(plain)) - first) / width, 0, 1)
+    return np.asarray(plain * (1 - divided + divided / factor))
+
+
+def _kind(rope: RopeSpec) -> object:
+    return None if rope.scaling is None else rope.scaling.get("rope_type", rope.scaling.get("type"))
+
+
+def _number(rope: RopeSpec, key: str, default: float | None = None) -> float:
+    value = (rope.scaling or {}).get(key, default)
     if not is_positive_number(value):
         raise CheckpointError(f"rope_scaling: {key}={value!r} is not a positive number")
     return float(cast(Any, value))
 
 
-def _factors(rope: RopeSpec, count: int) -> NDArray[np.float64]:
-    values = (rope.scaling or {}).get("factors")
+def _factors(rope: RopeSpec, key: str, count: int) -> Float64:
+    values = (rope.scaling or {}).get(key)
     if not isinstance(values, list) or len(values) != count:
-        raise CheckpointError(f"rope_scaling: factors is not a list of {count} numbers")
+        raise CheckpointError(f"rope_scaling: {key} is not a list of {count} numbers")
     if wrong := [value for value in values if not is_positive_number(value)]:
-        raise CheckpointError(f"rope_scaling: factors holds {wrong[0]!r}, not a positive number")
+        raise CheckpointError(f"rope_scaling: {key} holds {wrong[0]!r}, not a positive number")
     return np.array(values, np.float64)

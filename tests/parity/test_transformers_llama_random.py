@@ -37,6 +37,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.5, 1.7, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0, 12.0, 16.0],
+    "original_max_position_embeddings": 40,
+}
+
 # What differs from a model of 4 heads, 2 of keys and values, float32, one weight file.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -53,12 +67,25 @@ CASES: dict[str, dict[str, Any]] = {
     "rope_linear": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     },
+    "rope_dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    },
+    "rope_yarn": {"rope_parameters": YARN},
+    "rope_yarn_options": {
+        "rope_parameters": YARN
+        | {"beta_fast": 20.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+        | {"truncate": False}
+    },
     "rope_llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 10_000.0}},
     "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "bfloat16_sharded": {"dtype": "bfloat16", "shards": True, "tie_word_embeddings": False},
     "float16": {"dtype": "float16"},
     "odd_vocabulary": {"vocab_size": 307, "rms_norm_eps": 1e-6},
 }
+
+
+# The numpy decoder of other tests has no need of these.
+UNREFERENCED = ("rope_dynamic", "rope_yarn", "rope_yarn_options")
 
 
 def save_random_model(folder: Path, **options: Any) -> Any:
@@ -80,7 +107,17 @@ def test_logits(name: str, tmp_path: Path) -> None:
     random_models.check_parity(package, model)
 
 
-@pytest.mark.parametrize("name", CASES)
+def test_longrope_follows_the_context(tmp_path: Path) -> None:
+    """One table for contexts that the model was trained on, another for longer ones."""
+    model = save_random_model(tmp_path / "hf", rope_parameters=LONGROPE)
+    package = tmp_path / "package"
+    export_package(tmp_path / "hf", package, precision="fp32", kv_cache="fp32")
+    random_models.check_parity(package, model, context_tokens=40)
+    # transformers goes by the sequence: only from these lengths on do the two mean the same.
+    random_models.check_parity(package, model, lengths=(41, 60))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNREFERENCED])
 def test_reference_decoder(name: str, tmp_path: Path) -> None:
     """The numpy decoder that tests without torch rely on is the same model."""
     model = save_random_model(tmp_path, **CASES[name])

@@ -170,6 +170,9 @@ def test_missing_tokenizer(source: Path, tmp_path: Path, output: Path, capsys: C
         ({"eos_token_id": 10**9}, "token 1000000000"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not supported"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor=nan"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "beta=1 is not"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor=0"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "long_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor=inf"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}, "not a positive number"),
         ({"rope_scaling": {"rope_type": "frequency_factors", "factors": [1.0]}}, "8 numbers"),
@@ -252,7 +255,7 @@ def test_frequency_factors_of_a_gguf_file_are_llama3_scaling(tmp_path: Path) -> 
     path = write_gguf(tmp_path / "model.gguf", raw=raw, llama__rope__freq_base=500000.0)
     with open_checkpoint(path) as checkpoint:
         (rope,) = spec_from_config(checkpoint.config).ropes
-        found = inverse_frequencies(rope)
+        (found,) = inverse_frequencies(rope)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 

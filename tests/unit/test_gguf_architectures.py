@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.checkpoint.source import open_checkpoint
+from headrace.exporters.graph.rope import rope_tables
 from headrace.runtime.errors import CheckpointError
 
 Metadata = Callable[[gguf.GGUFWriter, Mapping[str, Any]], None]
@@ -26,9 +27,17 @@ def _none(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     """Nothing beyond what every family has."""
 
 
+def _yarn(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    scaling = config["rope_scaling"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
 # Name of the sample, GGUF architecture, its own metadata.
 CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
     "qwen2": (gguf.MODEL_ARCH.QWEN2, _none),
+    "qwen2_yarn": (gguf.MODEL_ARCH.QWEN2, _yarn),
     "qwen3": (gguf.MODEL_ARCH.QWEN3, _none),
     "qwen3_bias_untied": (gguf.MODEL_ARCH.QWEN3, _none),
 }
@@ -66,9 +75,19 @@ def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
     return path
 
 
-def comparable(spec: DecoderSpec) -> DecoderSpec:
-    """GGUF stores numbers as float32."""
-    return dataclasses.replace(spec, norm_eps=float(np.float32(spec.norm_eps)))
+def assert_same(actual: DecoderSpec, expected: DecoderSpec) -> None:
+    """The same decoder, but for what float32 in GGUF cannot say."""
+    for field in dataclasses.fields(DecoderSpec):
+        one, other = getattr(actual, field.name), getattr(expected, field.name)
+        if isinstance(other, float):
+            assert one == pytest.approx(other, rel=1e-6), field.name
+        elif field.name == "attention":
+            assert [a.window_tokens for a in one] == [a.window_tokens for a in other]
+            for mine, theirs in zip(one, other, strict=True):
+                tables = [rope_tables(attention.rope, 40) for attention in (mine, theirs)]
+                np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5, atol=1e-5)
+        else:
+            assert one == other, field.name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +95,7 @@ def test_both_formats_say_the_same(name: str, tmp_path: Path) -> None:
     folder = write_model(name, tmp_path / "hf")
     file = write_gguf(name, folder, tmp_path / "model.gguf")
     with open_checkpoint(folder) as expected, open_checkpoint(file) as actual:
-        assert comparable(decoder_spec(actual.config)) == comparable(decoder_spec(expected.config))
+        assert_same(decoder_spec(actual.config), decoder_spec(expected.config))
         assert set(actual.tensors) == set(expected.tensors)
         for tensor in expected.tensors:
             values: NDArray[np.float32] = actual.tensors[tensor].load()

@@ -1,0 +1,73 @@
+"""Rotary settings of a configuration: `rope_theta`, `partial_rotary_factor`, `rope_scaling`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from headrace.exporters.archs.config_keys import get_float, get_int
+from headrace.exporters.archs.spec import RopeSpec
+from headrace.runtime.errors import CheckpointError
+
+# Types of `rope_scaling` with the keys that each reads; all may carry those of `_INERT`.
+KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        "truncate",
+    ),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+    "frequency_factors": ("factors",),
+}
+_INERT = ("rope_type", "type", "original_max_position_embeddings", "finetuned")
+# They compare with the context that the model was trained on first, and default to the context.
+_NEED_ORIGINAL = ("llama3", "yarn", "longrope")
+
+
+def read_rope(
+    config: Mapping[str, object], head_dim: int, *, theta: float = 10000.0, share: float = 1.0
+) -> RopeSpec:
+    """Rotary embedding of a flat configuration.
+
+    `theta` and `share` (of a head that turns) hold where the configuration does not say.
+
+    Raises:
+        CheckpointError: `rope_scaling` is of an unknown type or has an unknown key.
+    """
+    return RopeSpec(
+        theta=get_float(config, "rope_theta", theta),
+        dim=int(head_dim * get_float(config, "partial_rotary_factor", share)),
+        scaling=read_scaling(config, config.get("rope_scaling")),
+    )
+
+
+def read_scaling(config: Mapping[str, object], value: object) -> dict[str, object] | None:
+    """A `rope_scaling` with its defaults filled in; None where it scales nothing."""
+    original = get_int(config, "original_max_position_embeddings", 0)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"config.json: rope_scaling={value!r} is not an object")
+    scaling = {
+        key: said for key, said in cast(dict[str, object], value).items() if said is not None
+    }
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in (None, "default"):
+        return None
+    if not isinstance(kind, str) or kind not in KNOWN_KEYS:
+        raise CheckpointError(
+            f"rope_scaling type {kind!r} is not supported; known: {', '.join(KNOWN_KEYS)}"
+        )
+    for key in scaling:
+        if key not in KNOWN_KEYS[kind] and key not in _INERT:
+            raise CheckpointError(f"rope_scaling: {key}={scaling[key]!r} is not known for {kind!r}")
+    if kind in _NEED_ORIGINAL:
+        context = get_int(config, "max_position_embeddings", 2048)
+        if original:
+            scaling["original_max_position_embeddings"] = original
+        trained = scaling.setdefault("original_max_position_embeddings", context)
+        if kind != "llama3" and isinstance(trained, int) and trained > 0:
+            scaling.setdefault("factor", context / trained)
+    return scaling

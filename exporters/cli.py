@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.exporters.encoder_package import EncoderExport, export_encoder, is_encoder_source
 from headrace.exporters.package import (
     DEFAULT_FORMS,
     DEFAULT_THRESHOLD_NATS,
@@ -33,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         with _cleaning_up_when_terminated(), _progress_bar(args.quiet) as progress:
-            result = export_package(
-                args.source, args.output, options=_options(args), progress=progress
-            )
+            summary = _export(args, progress)
     except ConfigError as error:
         return _complain(error, 2)
     except (HeadraceError, OSError) as error:
@@ -45,8 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted; nothing was written", 130)
     if not args.quiet:
-        print(_summary(args.output, result))
+        print(summary)
     return 0
+
+
+def _export(args: argparse.Namespace, progress: Progress | None) -> str:
+    """Export a decoder or an encoder, whichever the source is; returns what there is to say."""
+    options = _options(args)
+    options.check()
+    if not is_encoder_source(args.source):
+        result = export_package(args.source, args.output, options=options, progress=progress)
+        return _summary(args.output, result)
+    encoder = export_encoder(args.source, args.output, options=options, progress=progress)
+    return _encoder_summary(args.output, encoder)
 
 
 def _options(args: argparse.Namespace) -> ExportOptions:
@@ -182,6 +192,27 @@ def _summary(output: Path, result: ExportResult) -> str:
             f"{whole.mean_kl_nats:.4f} nats from the FP32 model (99th percentile "
             f"{whole.p99_kl_nats:.3f}), perplexity {whole.perplexity_change:+.2%}, "
             f"{whole.top1_agreement:.1%} of tokens agree"
+        )
+    return "\n".join(lines)
+
+
+def _encoder_summary(output: Path, result: EncoderExport) -> str:
+    target, model, pooling = (
+        result.manifest.targets[0],
+        result.manifest.model,
+        result.manifest.pooling,
+    )
+    stated = "" if pooling.stated else " (the checkpoint states none)"
+    lines = [
+        f"{output}: {model.architecture} encoder, {target.precision}, "
+        f"{target.weight_bytes / 1e6:.0f} MB of weights",
+        f"pooling {pooling.mode}{stated}, {'' if pooling.normalize else 'not '}normalized; "
+        f"{model.max_tokens} tokens at most",
+    ]
+    if (whole := result.fidelity) is not None:
+        lines.append(
+            f"cosine to the FP32 model {whole.mean_cosine:.4f} (least {whole.min_cosine:.4f}, "
+            f"{whole.num_texts} texts)"
         )
     return "\n".join(lines)
 

@@ -216,7 +216,7 @@ class _Export:
             ),
             tokenizer=tokenizer,
             targets=(target,),
-            files=self._list_files(),
+            files=list_files(self.folder, self.progress),
         )
         (self.folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
         return ExportResult(manifest, kv_fidelity, fidelity)
@@ -335,16 +335,18 @@ class _Export:
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
         (self.folder / name).write_text(text, encoding="utf-8")
 
-    def _list_files(self) -> tuple[FileInfo, ...]:
-        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        infos = []
-        for i, path in enumerate(files):
-            self.progress("hashing files", i, len(files))
-            relative = path.relative_to(self.folder).as_posix()
-            size = path.stat().st_size
-            infos.append(FileInfo(path=relative, bytes=size, sha256=file_sha256(path)))
-        self.progress("hashing files", len(files), len(files))
-        return tuple(infos)
+
+def list_files(folder: Path, progress: Progress) -> tuple[FileInfo, ...]:
+    """Every file in the folder with its size and hash."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    infos = []
+    for i, path in enumerate(files):
+        progress("hashing files", i, len(files))
+        relative = path.relative_to(folder).as_posix()
+        size = path.stat().st_size
+        infos.append(FileInfo(path=relative, bytes=size, sha256=file_sha256(path)))
+    progress("hashing files", len(files), len(files))
+    return tuple(infos)
 
 
 def _model_info(spec: DecoderSpec) -> ModelInfo:

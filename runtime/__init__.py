@@ -1,4 +1,4 @@
-"""The runtime of headrace: `from headrace.runtime import Runtime, GenerationConfig`.
+"""The runtime of headrace: `from headrace.runtime import Runtime, Embedder`.
 
 Names are loaded when they are first asked for, so that importing a part loads nothing else.
 """
@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.runtime.api import Runtime
     from headrace.runtime.config import EngineConfig, GenerationConfig
+    from headrace.runtime.embedder import Embedder
 
-__all__ = ["EngineConfig", "GenerationConfig", "Runtime"]
+__all__ = ["Embedder", "EngineConfig", "GenerationConfig", "Runtime"]
 
-_HOMES = {"Runtime": "api", "EngineConfig": "config", "GenerationConfig": "config"}
+_HOMES = {
+    "Runtime": "api",
+    "EngineConfig": "config",
+    "GenerationConfig": "config",
+    "Embedder": "embedder",
+}
 
 
 def __getattr__(name: str) -> Any:

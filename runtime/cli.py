@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_chat(commands)
+    _add_embed(commands)
     _add_bench(commands)
     _add_doctor(commands)
     _add_inspect(commands)
@@ -85,6 +86,21 @@ def _add_chat(commands: Any) -> None:
     _add_package(parser)
     _add_sampling(parser)
     parser.set_defaults(command=_chat)
+
+
+def _add_embed(commands: Any) -> None:
+    parser = commands.add_parser("embed", help="turn texts into vectors, one JSON object each")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="encoder made by runtime-export")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="what to embed")
+    parser.add_argument(
+        "--input", type=Path, metavar="FILE", help='JSON lines: a string or {"text": ...} each'
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="instead of standard output")
+    parser.add_argument(
+        "--truncate", action="store_true", help="use the beginning of a text that is too long"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="threads inside the model")
+    parser.set_defaults(command=_embed)
 
 
 def _add_bench(commands: Any) -> None:
@@ -206,6 +222,12 @@ def _chat(args: argparse.Namespace) -> int:
     from headrace.runtime import cli_chat
 
     return cli_chat.chat(args, engine_options(args), sampling_options(args))
+
+
+def _embed(args: argparse.Namespace) -> int:
+    from headrace.runtime import cli_embed
+
+    return cli_embed.embed(args)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -7,9 +7,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from headrace.backends.cpu_avx512.encoder import CpuEncoder
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.embedder import Embedder, load_tokenizer
+from headrace.runtime.encoder_manifest import read_encoder_manifest
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import PackageError
 from headrace.runtime.hardware import probe_hardware
@@ -52,6 +55,16 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
         caps.kv_budget_tokens,
     )
     return runtime
+
+
+def load_embedder(folder: Path, num_threads: int | None) -> Embedder:
+    """See `Embedder.load`."""
+    manifest = read_encoder_manifest(folder)
+    tokenizer = load_tokenizer(folder, manifest)
+    encoder = CpuEncoder(folder, manifest, num_threads, probe_hardware())
+    trim_heap()
+    logger.info("loaded %s on %s", folder, encoder.name)
+    return Embedder(encoder, tokenizer, manifest)
 
 
 def read_chat_template(folder: Path, manifest: Manifest) -> str | None:

@@ -8,7 +8,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from headrace.runtime.manifest import HEAD_MATRIX, ModelInfo, TargetInfo, read_manifest
+from headrace.runtime.inspect_encoder import render_encoder, summarize_encoder
+from headrace.runtime.manifest import (
+    ENCODER_KIND,
+    HEAD_MATRIX,
+    ModelInfo,
+    TargetInfo,
+    read_manifest,
+    read_raw_manifest,
+)
 
 _KV_TOKENS = 2048
 
@@ -19,6 +27,8 @@ def summarize(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     Raises:
         PackageError: it cannot be read, or with `verify` was changed.
     """
+    if read_raw_manifest(folder)[0].get("kind") == ENCODER_KIND:
+        return summarize_encoder(folder, verify=verify)
     manifest = read_manifest(folder, verify_hashes=verify)
     return {
         "schema_version": manifest.schema_version,
@@ -67,6 +77,8 @@ def _against_fp16(target: TargetInfo, model: ModelInfo) -> dict[str, Any]:
 
 def render(summary: dict[str, Any]) -> str:
     """`summarize`'s data for people."""
+    if summary.get("kind") == ENCODER_KIND:
+        return render_encoder(summary)
     model, source = summary["model"], summary["source"]
     lines = [
         f"model      {model['architecture']}: {model['num_layers']} layers, "

@@ -16,6 +16,7 @@ import json
 import re
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from headrace.runtime.errors import PackageError
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
+ENCODER_KIND = "encoder"  # `kind` of a package that `encoder_manifest` reads
 KV_DTYPES = ("float32", "int8", "int4")
 _MAX_INT = 2**63 - 1
 
@@ -186,6 +188,27 @@ def read_manifest(folder: Path, *, verify_hashes: bool = False) -> Manifest:
         PackageError: not a package, a newer schema, a missing file, a file of another size, or
             (with `verify_hashes`) another content.
     """
+    raw, path = read_raw_manifest(folder)
+    if raw.get("kind") == ENCODER_KIND:
+        raise PackageError(
+            f"{folder} is an encoder: it turns texts into vectors and generates nothing; "
+            "use `headrace embed` or Embedder.load"
+        )
+    manifest = decode_object(Manifest, raw, str(path))
+    _check_values(manifest, path)
+    needed = [manifest.tokenizer.file]
+    needed += [manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else []
+    needed += [graph.file for target in manifest.targets for graph in target.graphs]
+    check_files(folder, needed, manifest.files, verify_hashes)
+    return manifest
+
+
+def read_raw_manifest(folder: Path) -> tuple[dict[str, Any], Path]:
+    """The manifest's JSON, of whatever kind of package, and its path.
+
+    Raises:
+        PackageError: not a package, or of another schema.
+    """
     path = folder / MANIFEST_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -203,10 +226,7 @@ def read_manifest(folder: Path, *, verify_hashes: bool = False) -> Manifest:
             f"{path} has schema version {raw['schema_version']}, this headrace reads "
             f"{SCHEMA_VERSION}; export the package again or use the headrace that made it"
         )
-    manifest = _decode(Manifest, raw, str(path))
-    _check_values(manifest, path)
-    _check_files(folder, manifest, verify_hashes)
-    return manifest
+    return raw, path
 
 
 def file_sha256(path: Path) -> str:
@@ -238,15 +258,16 @@ def _check_values(manifest: Manifest, path: Path) -> None:
                 )
 
 
-def _check_files(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
-    listed = {info.path for info in manifest.files}
-    needed = [manifest.tokenizer.file]
-    needed += [manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else []
-    needed += [graph.file for target in manifest.targets for graph in target.graphs]
+def check_files(
+    folder: Path, needed: Iterable[str], files: Iterable[FileInfo], verify_hashes: bool
+) -> None:
+    """Raises PackageError: a needed file is not listed, or a listed one is not as listed."""
+    files = tuple(files)
+    listed = {info.path for info in files}
     for name in needed:
         if name not in listed:
             raise PackageError(f"{folder / MANIFEST_FILE} uses {name} but does not list it")
-    for info in manifest.files:
+    for info in files:
         path = package_path(folder, info.path)
         try:
             size = path.stat().st_size
@@ -263,7 +284,7 @@ def _check_files(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
 T = TypeVar("T")
 
 
-def _decode(kind: type[T], value: Any, where: str) -> T:
+def decode_object(kind: type[T], value: Any, where: str) -> T:
     """Build dataclass `kind` from JSON, naming the place where the types do not fit."""
     if not isinstance(value, dict):
         raise PackageError(f"{where}: expected an object")
@@ -287,7 +308,7 @@ def _decode_field(hint: Any, value: Any, where: str) -> Any:
         inner = next(a for a in typing.get_args(hint) if a is not type(None))
         return None if value is None else _decode_field(inner, value, where)
     if dataclasses.is_dataclass(hint):
-        return _decode(typing.cast(type[Any], hint), value, where)
+        return decode_object(typing.cast(type[Any], hint), value, where)
     if type(value) is not hint:  # exact: a bool is no int here
         raise PackageError(f"{where}: expected {hint.__name__}")
     if hint is int and not 0 <= value <= _MAX_INT:

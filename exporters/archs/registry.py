@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from headrace.exporters.archs import llama, mistral, qwen
+from headrace.exporters.archs.bert import is_encoder
 from headrace.exporters.archs.config_keys import ReadKeys
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.runtime.errors import CheckpointError, UnsupportedArchitectureError
@@ -28,6 +29,11 @@ def decoder_spec(config: Mapping[str, object]) -> DecoderSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no 'model_type'")
+    if is_encoder(config):
+        raise CheckpointError(
+            f"{model_type!r} is an encoder: runtime-export takes it, and so does "
+            "headrace.exporters.encoder_package.export_encoder"
+        )
     if model_type not in _BY_MODEL_TYPE:
         raise UnsupportedArchitectureError(model_type, _BY_MODEL_TYPE)
     keys = ReadKeys(config)

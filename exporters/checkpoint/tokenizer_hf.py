@@ -22,7 +22,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, object]) -> TokenizerS
     Raises:
         CheckpointError: it is missing or damaged, or it wraps texts in more than a BOS token.
     """
-    tokenizer = _read_tokenizer(folder)
+    tokenizer = read_tokenizer(folder)
     settings = maybe_object(folder / "tokenizer_config.json")
     generation = maybe_object(folder / "generation_config.json")
     prefix = _added_prefix(tokenizer, folder)
@@ -43,7 +43,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, object]) -> TokenizerS
     )
 
 
-def _read_tokenizer(folder: Path) -> Tokenizer:
+def read_tokenizer(folder: Path) -> Tokenizer:
     """A Tokenizer that neither pads nor truncates."""
     path = folder / _TOKENIZER_FILE
     if not path.exists():

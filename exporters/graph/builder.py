@@ -113,8 +113,15 @@ class GraphBuilder:
             self._made[place] = make()
         return self._made[place]
 
-    def model(self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], name: str) -> ir.Model:
-        opsets = {"": OPSET, MICROSOFT: 1}
+    def model(
+        self,
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
+        name: str,
+        *,
+        opset: int = OPSET,
+    ) -> ir.Model:
+        opsets = {"": opset, MICROSOFT: 1}
         if self._functions:
             opsets[HEADRACE] = 1
         graph = ir.Graph(

@@ -162,7 +162,7 @@ class RowInt8Format:
             return self.linear(g, x, weight)
         runs = g.op("Reshape", x, g.constant("runs_shape", _ints(-1, MIX_WIDTH)))
         mixed = g.op("MatMul", runs, g.constant("mix", mixing_matrix()))
-        shape = g.constant("mixed_shape", _ints(-1, weight.shape[1]))
+        shape = g.constant(f"mixed_shape_{weight.shape[1]}", _ints(-1, weight.shape[1]))
         return self.linear(g, g.op("Reshape", mixed, shape), _mixed(weight))
 
     def _columns(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:

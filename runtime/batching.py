@@ -1,38 +1,56 @@
-"""What the scheduler decides by: the order of waiting sequences and the size of prompt chunks.
+"""What the scheduler decides by: who is served first, and the size of prompt chunks.
 
-A policy is order only. Whether a sequence fits is the scheduler's business, so a policy can change
-who is served when, but never what anybody gets.
+Order only: whether a sequence fits is the scheduler's business, so this can change who is served
+when, but never what anybody gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Protocol
+from collections.abc import Iterable
 
 from headrace.runtime.core import Sequence
 
+QUANTUM_STEPS = 256  # steps waited or served that make one level of priority
 MIN_CHUNK_TOKENS = 16  # prompts get on by this much a step however slow the machine is
 _STEP_TOKENS = 16  # budgets are multiples of it: backends keep what they prepared for a shape
 _DECAY = 0.7  # weight of the past against the newest step
 
 
-class BatchPolicy(Protocol):
-    """Decides who is looked at first when a slot is free."""
+class Fairness:
+    """Levels: a sequence's priority, one up for each quantum of steps that it has waited, one down
+    for each that it was served (multi-level feedback: who asks for little is served soon, and
+    nobody waits for ever).
 
-    def order(self, waiting: Collection[Sequence]) -> Iterable[Sequence]:
-        """`waiting`, which is in order of arrival, in the order of admission.
+    A waiting sequence may interrupt a running one of a lower level. It then waits its turn again,
+    with all its tokens.
+    """
 
-        The first that does not fit keeps those behind it waiting, so nobody is overtaken for ever
-        as long as every sequence comes first at some time.
+    def __init__(self, quantum_steps: int = QUANTUM_STEPS) -> None:
+        self.quantum_steps = quantum_steps
+
+    def level(self, sequence: Sequence, step_id: int) -> int:
+        """`step_id` is of the step to be planned."""
+        waited, served = sequence.waited_steps, sequence.served_steps
+        if sequence.slot is None:
+            waited += step_id - sequence.since_step
+        else:
+            served += step_id - sequence.since_step
+        return sequence.priority + waited // self.quantum_steps - served // self.quantum_steps
+
+    def order(self, waiting: Iterable[Sequence], step_id: int) -> list[Sequence]:
+        """In the order of admission: by level, then by arrival.
+
+        The first that does not fit keeps those behind it waiting.
         """
-        ...
+        return sorted(waiting, key=lambda s: (-self.level(s, step_id), s.seq_id))
 
-
-class FifoPolicy:
-    """First come, first served."""
-
-    def order(self, waiting: Collection[Sequence]) -> Iterable[Sequence]:
-        return waiting
+    def victim(self, running: Iterable[Sequence], over: Sequence, step_id: int) -> Sequence | None:
+        """Whom a waiting sequence may interrupt: the lowest level, then the last to arrive."""
+        key = lambda s: (self.level(s, step_id), -s.seq_id)  # noqa: E731
+        lowest = min(running, key=key, default=None)
+        if lowest is None or self.level(lowest, step_id) >= self.level(over, step_id):
+            return None
+        return lowest
 
 
 class ChunkBudget:

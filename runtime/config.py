@@ -23,6 +23,7 @@ from headrace.runtime.manifest import MAX_ROW_TOKENS
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_DRAFT_TOKENS = 15
+MAX_PRIORITY = 100
 
 # What users of other runtimes write, and what to write here.
 _FOREIGN_KEYS = {
@@ -75,6 +76,7 @@ class GenerationConfig:
         logit_bias: added to the logits of these tokens; minus infinity bans one.
         ignore_eos: go on after the model's end-of-sequence tokens.
         n: how many answers to the same prompt.
+        priority: higher ones are served first, -100 to 100.
 
     Raises:
         ConfigError: a value is wrong; names field, value and what is expected.
@@ -97,6 +99,7 @@ class GenerationConfig:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     ignore_eos: bool = False
     n: int = 1
+    priority: int = 0
 
     _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
 
@@ -155,6 +158,8 @@ class EngineConfig:
             8 on backends where drafts cannot change an answer, and 0 on others.
         num_threads: threads inside the model.
         kv_budget_bytes: memory for keys and values of all sequences.
+        prefix_cache_bytes: how much of it may hold texts that have ended, for prompts that begin
+            like them; None for all that nobody else needs, 0 for nothing.
         context_tokens: longest sequence, shorter than the model's own.
         target: which of the package's targets to load, e.g. "cpu_int8".
         form: which of the target's graphs to load, e.g. "ragged".
@@ -170,6 +175,7 @@ class EngineConfig:
     max_draft_tokens: int | None = None
     num_threads: int | None = None
     kv_budget_bytes: int | None = None
+    prefix_cache_bytes: int | None = None
     context_tokens: int | None = None
     target: str | None = None
     form: str | None = None
@@ -369,6 +375,7 @@ GenerationConfig._CHECKS = {
     "logit_bias": _logit_bias,
     "ignore_eos": _flag,
     "n": _integer(1, MAX_SAMPLES),
+    "priority": _integer(-MAX_PRIORITY, MAX_PRIORITY),
 }
 EngineConfig._CHECKS = {
     "max_sequences": _integer(1, 4096),
@@ -378,6 +385,7 @@ EngineConfig._CHECKS = {
     "max_draft_tokens": _integer(0, MAX_DRAFT_TOKENS, optional=True),
     "num_threads": _integer(1, 1024, optional=True),
     "kv_budget_bytes": _integer(1, optional=True),
+    "prefix_cache_bytes": _integer(0, optional=True),
     "context_tokens": _integer(2, optional=True),
     "target": _name,
     "form": _name,

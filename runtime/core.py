@@ -34,14 +34,16 @@ class Sequence:
     """All scheduling state of one request.
 
     Attributes:
-        seq_id: unique within an engine.
+        seq_id: unique within an engine; rises in order of arrival.
         tokens: prompt and generated token ids, in order.
         prompt_len: how many of `tokens` came with the request.
         max_new_tokens: generated tokens at which the sequence ends with LENGTH.
         slot: KV slot while RUNNING.
         cached_len: leading tokens whose keys and values are in the slot.
         inverse_temperature: see `Row`.
-        prefix_of: sequence whose KV of the same prompt is copied instead of computed (`n` > 1).
+        priority: higher ones are served first.
+        since_step: first step of the present state, WAITING or RUNNING.
+        waited_steps, served_steps: steps in these states before the present one.
     """
 
     seq_id: int
@@ -52,8 +54,11 @@ class Sequence:
     slot: int | None = None
     cached_len: int = 0
     finish_reason: FinishReason | None = None
-    prefix_of: int | None = None
     inverse_temperature: float = 0.0
+    priority: int = 0
+    since_step: int = 0
+    waited_steps: int = 0
+    served_steps: int = 0
 
     @property
     def generated_len(self) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.backends.base import Backend, Capabilities, StepOutput
-from headrace.runtime.batching import BatchPolicy
+from headrace.runtime.batching import Fairness
 from headrace.runtime.candidates import Scratch
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
@@ -37,8 +37,9 @@ from headrace.runtime.core import (
 )
 from headrace.runtime.drafting.drafter import Drafter
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
+from headrace.runtime.limits import Limits
 from headrace.runtime.sampling import Sampler, sample_seed
-from headrace.runtime.scheduler import Limits, Scheduler
+from headrace.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Engine:
         make_text: Callable[[GenerationConfig], Text],
         eos_token_ids: Iterable[int],
         config: EngineConfig | None = None,
-        policy: BatchPolicy | None = None,
+        fairness: Fairness | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.capabilities = backend.load()
@@ -126,7 +127,9 @@ class Engine:
         self._make_text = make_text
         self._eos_token_ids = tuple(eos_token_ids)
         self._limits = _limits(self.config, self.capabilities)
-        self._scheduler = Scheduler(self._limits, policy, _drafter(self.config, self.capabilities))
+        self._scheduler = Scheduler(
+            self._limits, fairness, _drafter(self.config, self.capabilities)
+        )
         self._scratch = Scratch(self.capabilities.vocab_size)
         self._answers: dict[int, _Answer] = {}
         self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
@@ -171,7 +174,6 @@ class Engine:
         request = Request(self._next_id(), ids, config)
         for index in range(config.n):
             seq_id = self._next_id() if index else request.request_id
-            first_id = request.request_id if index else None
             sampler = Sampler(
                 config, ids, self._eos_token_ids, sample_seed(seed, index), self._scratch
             )
@@ -180,8 +182,8 @@ class Engine:
                 list(ids),
                 len(ids),
                 max_new_tokens,
-                prefix_of=first_id,
                 inverse_temperature=sampler.inverse_temperature,
+                priority=config.priority,
             )
             request.answers.append(
                 _Answer(
@@ -372,11 +374,15 @@ class Engine:
 
 
 def _limits(config: EngineConfig, caps: Capabilities) -> Limits:
+    kept = config.prefix_cache_bytes
     return Limits(
         max_slots=min(config.max_sequences, caps.max_slots),
         context_tokens=min(config.context_tokens or caps.context_tokens, caps.context_tokens),
         kv_budget_tokens=caps.kv_budget_tokens,
         kv_bytes_per_token=caps.kv_bytes_per_token,
+        prefix_cache_tokens=caps.kv_budget_tokens
+        if kept is None
+        else kept // caps.kv_bytes_per_token,
         max_chunk_tokens=min(config.max_chunk_tokens, caps.max_row_tokens),
         inter_token_bound_ms=config.inter_token_bound_ms,
     )

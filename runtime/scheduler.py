@@ -2,12 +2,12 @@
 
 Iteration-level batching: everybody who has one token to feed is in every step; longer stretches
 (prompts) are cut into chunks within a token budget, oldest first. A sequence reserves all the KV
-it may come to hold before it gets a slot, so nothing is ever thrown out again; who does not fit
-waits, and those behind it too.
+it may come to hold before it gets a slot. Who does not fit waits, and those behind it too, unless
+one of a lower level runs: that one is interrupted and computes, or finds in the prefix cache, what
+it had when its turn comes again.
 
-Sequences that continue one prompt (`n` > 1) are a family: its first member computes the prompt,
-the others wait for that, copy it and feed only the last prompt token. If nobody has the prompt any
-more (all ended or were cancelled), the next one computes it again.
+A prompt that begins like a text whose KV is still there, or is being computed, shares that
+(`prefix_cache.py`): chat turns, system prompts, the siblings of `n` > 1.
 
 The caller alternates `schedule` with `commit` (or `fail`); `add` and `cancel` may come at any time.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.runtime.batching import BatchPolicy, ChunkBudget, FifoPolicy
+from headrace.runtime.batching import ChunkBudget, Fairness
 from headrace.runtime.core import (
     FinishReason,
     KvCopy,
@@ -30,52 +30,9 @@ from headrace.runtime.core import (
     StepResult,
 )
 from headrace.runtime.drafting.drafter import Drafter
-from headrace.runtime.errors import InsufficientMemoryError, PromptTooLongError
+from headrace.runtime.limits import Limits
+from headrace.runtime.prefix_cache import PrefixCache
 from headrace.runtime.slots import SlotPool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a backend and a configuration leave room for.
-
-    Attributes:
-        max_slots: sequences in flight.
-        context_tokens: longest sequence, prompt and answer.
-        kv_budget_tokens: tokens of KV over all slots.
-        kv_bytes_per_token: for messages.
-        max_chunk_tokens: most prompt tokens in a step.
-        inter_token_bound_ms: time that prompts may add to a step while others decode.
-    """
-
-    max_slots: int
-    context_tokens: int
-    kv_budget_tokens: int
-    kv_bytes_per_token: int
-    max_chunk_tokens: int
-    inter_token_bound_ms: float
-
-    def new_tokens(self, prompt_len: int, wanted: int | None) -> int:
-        """How many tokens a sequence may generate: `wanted` within the context; None fills it.
-
-        Raises:
-            PromptTooLongError: the context has no room for one.
-            InsufficientMemoryError: the KV budget could never hold prompt and answer.
-        """
-        room = self.context_tokens - prompt_len
-        if room < 1:
-            raise PromptTooLongError(prompt_len, self.context_tokens)
-        if wanted is None:
-            granted = max(1, min(room, self.kv_budget_tokens - prompt_len))
-        else:
-            granted = min(wanted, room)
-        if prompt_len + granted > self.kv_budget_tokens:
-            raise InsufficientMemoryError(
-                (prompt_len + granted) * self.kv_bytes_per_token,
-                self.kv_budget_tokens * self.kv_bytes_per_token,
-                f"a prompt of {prompt_len} tokens and {granted} new ones exceed the KV cache; "
-                "lower max_new_tokens or raise kv_budget_bytes",
-            )
-        return granted
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +48,19 @@ class Scheduler:
     def __init__(
         self,
         limits: Limits,
-        policy: BatchPolicy | None = None,
+        fairness: Fairness | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self._drafter = drafter
-        self._policy = policy or FifoPolicy()
+        self._fairness = fairness or Fairness()
         self._budget = ChunkBudget(limits.inter_token_bound_ms, limits.max_chunk_tokens)
         self._pool = SlotPool(limits.max_slots, limits.kv_budget_tokens)
-        self._waiting: dict[int, Sequence] = {}  # in order of arrival
+        self._prefixes = PrefixCache(self._pool, limits.prefix_cache_tokens)
+        self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}  # in order of admission
         self._by_slot: list[Sequence] = []  # the running ones, ascending
-        self._releases: list[KvOp] = []  # for the next plan
+        self._kv_ops: list[KvOp] = []  # for the next plan
         self._in_flight: _InFlight | None = None
         self._next_step_id = 0
 
@@ -121,7 +79,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` would have something to do."""
-        return bool(self._waiting or self._running or self._releases)
+        return bool(self._waiting or self._running or self._kv_ops)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its `max_new_tokens` is cut to what the context holds.
@@ -135,6 +93,7 @@ class Scheduler:
             sequence.prompt_len, sequence.max_new_tokens
         )
         sequence.check()
+        sequence.since_step = self._next_step_id
         self._waiting[sequence.seq_id] = sequence
 
     def cancel(self, seq_id: int) -> bool:
@@ -144,6 +103,7 @@ class Scheduler:
             False where it had ended already.
         """
         if sequence := self._waiting.pop(seq_id, None):
+            self._forget_drafts(sequence)
             sequence.state = SequenceState.FINISHED
             sequence.finish_reason = FinishReason.CANCELLED
         elif sequence := self._running.get(seq_id):
@@ -153,16 +113,17 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None where there is nothing to do."""
         assert self._in_flight is None, "commit the step in flight first"
-        copies = self._admit() if self._waiting and self._pool.num_free else []
+        if self._waiting:
+            self._admit()
         decoding = [s for s in self._by_slot if len(s.tokens) - s.cached_len == 1]
         rows = self._decode_rows(decoding)
         decode_rows, prompt_tokens = len(rows), 0
         if decode_rows < len(self._by_slot):
             prompt_tokens = self._add_chunks(rows, self._budget.tokens(decode_rows))
-        if not (rows or copies or self._releases):
+        if not (rows or self._kv_ops):
             return None
-        plan = StepPlan(self._next_step_id, tuple(rows), (*self._releases, *copies))
-        self._releases = []
+        plan = StepPlan(self._next_step_id, tuple(rows), tuple(self._kv_ops))
+        self._kv_ops = []
         self._next_step_id += 1
         self._in_flight = _InFlight(plan, decode_rows, prompt_tokens)
         return plan
@@ -201,11 +162,14 @@ class Scheduler:
         """The step did not happen: everything that runs ends with ERROR; the waiting stay."""
         assert self._in_flight is not None and self._in_flight.plan is plan
         self._in_flight = None
-        self._releases += [op for op in plan.kv_ops if isinstance(op, KvRelease)]
+        self._kv_ops += [op for op in plan.kv_ops if isinstance(op, KvRelease)]
+        for op in plan.kv_ops:
+            if isinstance(op, KvCopy):
+                self._kv_ops += self._prefixes.distrust(op.target)
         failed = list(self._running.values())
         for sequence in failed:
             self._finish(sequence, FinishReason.ERROR)
-        self._releases = list(dict.fromkeys(self._releases))
+        self._kv_ops = list(dict.fromkeys(self._kv_ops))
         return failed
 
     def check_integrity(self) -> None:
@@ -214,7 +178,8 @@ class Scheduler:
         running = list(self._running.values())
         assert self._by_slot == sorted(running, key=_slot)
         assert self._pool.num_free == self.limits.max_slots - len(running)
-        assert self._pool.reserved_tokens == sum(s.reserved_len for s in running)
+        assert self._pool.owned_tokens == sum(s.reserved_len for s in running)
+        self._prefixes.check_integrity()
         for table, state in (
             (self._waiting, SequenceState.WAITING),
             (self._running, SequenceState.RUNNING),
@@ -224,41 +189,47 @@ class Scheduler:
             assert sequence.slot is not None and self._pool.owner(sequence.slot) == sequence.seq_id
             assert sequence.cached_len < len(sequence.tokens) <= sequence.reserved_len
 
-    def _admit(self) -> list[KvOp]:
-        """Give slots to waiting sequences in the policy's order; the copies that this takes."""
-        copies: list[KvOp] = []
-        admitted: list[Sequence] = []
-        sources = self._prefix_sources()
-        for sequence in self._policy.order(self._waiting.values()):
-            prefix_len = sequence.prompt_len - 1
-            source = None if sequence.prefix_of is None else sources.get(sequence.prefix_of)
-            if source is not None and source.cached_len < prefix_len:
-                continue  # its prompt is being computed; those behind it need not wait for that
-            if not self._pool.fits(sequence.reserved_len):
+    def _admit(self) -> None:
+        """Give slots to waiting sequences in order, with what is there of their texts."""
+        step_id, admitted = self._next_step_id, False
+        for sequence in self._fairness.order(self._waiting.values(), step_id):
+            text = sequence.tokens[:-1]  # the last token's logits are wanted
+            prefix = self._prefixes.find(text, self._cached_len)
+            if prefix.worth_waiting:
+                continue  # those behind it need not wait for that
+            while (
+                placed := self._prefixes.place(sequence.seq_id, text, sequence.reserved_len, prefix)
+            ) is None:
+                running = self._running.values()
+                victim = self._fairness.victim(running, sequence, step_id)
+                if victim is None:
+                    break
+                self._interrupt(victim)
+            if placed is None:
                 break
-            slot = self._pool.acquire(sequence.seq_id, sequence.reserved_len)
-            if source is not None and prefix_len:
-                assert source.slot is not None
-                copies.append(KvCopy(source.slot, slot, prefix_len))
-                sequence.cached_len = prefix_len
-            sequence.slot, sequence.state = slot, SequenceState.RUNNING
-            sources.setdefault(_family(sequence), sequence)
-            admitted.append(sequence)
-        for sequence in admitted:
+            self._kv_ops += placed.ops
+            sequence.slot, sequence.cached_len = placed.slot, placed.cached_len
+            sequence.state = SequenceState.RUNNING
+            sequence.waited_steps += step_id - sequence.since_step
+            sequence.since_step = step_id
             del self._waiting[sequence.seq_id]
             self._running[sequence.seq_id] = sequence
+            admitted = True
         if admitted:
             self._by_slot = sorted(self._running.values(), key=_slot)
-        return copies
 
-    def _prefix_sources(self) -> dict[int, Sequence]:
-        """Of each family, the running member that has most of the prompt cached."""
-        sources: dict[int, Sequence] = {}
-        for sequence in self._running.values():
-            best = sources.setdefault(_family(sequence), sequence)
-            if sequence.cached_len > best.cached_len:
-                sources[_family(sequence)] = sequence
-        return sources
+    def _interrupt(self, sequence: Sequence) -> None:
+        """Back to the waiting ones; its KV is kept as long as nobody needs the room."""
+        self._give_up(sequence, sequence.tokens[: sequence.cached_len])
+        sequence.state, sequence.cached_len = SequenceState.WAITING, 0
+        sequence.served_steps += self._next_step_id - sequence.since_step
+        sequence.since_step = self._next_step_id
+        self._waiting[sequence.seq_id] = sequence
+
+    def _cached_len(self, slot: int) -> int:
+        owner = self._pool.owner(slot)
+        assert owner is not None
+        return self._running[owner].cached_len
 
     def _decode_rows(self, sequences: list[Sequence]) -> list[Row]:
         """The last token of each, and its drafts."""
@@ -308,26 +279,28 @@ class Scheduler:
         return budget_tokens - left
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        slot = sequence.slot
-        assert slot is not None
+        self._forget_drafts(sequence)
+        # What a failed step left in a slot is not known.
+        held = sequence.tokens[: sequence.cached_len] if reason is not FinishReason.ERROR else []
+        self._give_up(sequence, held)
+        sequence.state, sequence.finish_reason = SequenceState.FINISHED, reason
+
+    def _forget_drafts(self, sequence: Sequence) -> None:
         if self._drafter is not None:
             self._drafter.forget(sequence.seq_id)
+
+    def _give_up(self, sequence: Sequence, held: list[int]) -> None:
+        """Take a sequence from the running ones and its slot from it."""
+        assert sequence.slot is not None
         del self._running[sequence.seq_id]
         self._by_slot.remove(sequence)
-        self._pool.release(slot)
-        self._releases.append(KvRelease(slot))
-        sequence.slot, sequence.state = None, SequenceState.FINISHED
-        sequence.finish_reason = reason
+        self._kv_ops += self._prefixes.give_up(sequence.slot, held)
+        sequence.slot = None
 
 
 def _slot(sequence: Sequence) -> int:
     assert sequence.slot is not None
     return sequence.slot
-
-
-def _family(sequence: Sequence) -> int:
-    """Id of the sequence whose prompt this one continues: its own unless it is a sibling."""
-    return sequence.seq_id if sequence.prefix_of is None else sequence.prefix_of
 
 
 def _check_table(table: Mapping[int, Sequence], state: SequenceState) -> None:

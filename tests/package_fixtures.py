@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from smollm2 import require_checkpoint
 from tiny import write_tiny_llama
 
@@ -63,15 +65,19 @@ def tiny_package(
 
 @pytest.fixture(scope="session")
 def smollm2_package(tmp_path_factory: pytest.TempPathFactory) -> PackageMaker:
-    """`make(precision, kv_cache)` from the real checkpoint; skips where it is not installed."""
-    made: dict[tuple[str, str], Path] = {}
+    """`make(precision, kv_cache)` from the real checkpoint; skips where it is not installed.
+
+    Worker processes share what one of them has exported.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = shared.parent
 
     def make(precision: str, kv_cache: str) -> Path:
-        key = (precision, kv_cache)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("smollm2") / f"{precision}_{kv_cache}"
-            export_package(require_checkpoint(), folder, precision=precision, kv_cache=kv_cache)
-            made[key] = folder
-        return made[key]
+        folder = shared / f"smollm2-{precision}-{kv_cache}"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                export_package(require_checkpoint(), folder, precision=precision, kv_cache=kv_cache)
+        return folder
 
     return make

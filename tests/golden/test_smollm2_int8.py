@@ -22,7 +22,9 @@ SAMPLING = {
 
 @pytest.fixture(scope="module")
 def runtime(smollm2_package: Callable[[str, str], Path]) -> Iterator[Runtime]:
-    with Runtime.load(smollm2_package("w8a8_row", "auto"), max_sequences=16) as made:
+    """Keeps no texts: what is compared here is computed each time."""
+    package = smollm2_package("w8a8_row", "auto")
+    with Runtime.load(package, max_sequences=16, prefix_cache_bytes=0) as made:
         yield made
 
 
@@ -60,7 +62,7 @@ def test_chunked_prefill_is_whole_prefill(
     options = {"max_new_tokens": 24, "ignore_eos": True, "logprobs": 3}
     whole = runtime.generate(ids, **options)
     package = smollm2_package("w8a8_row", "auto")
-    with Runtime.load(package, max_sequences=2, max_chunk_tokens=17) as small:
+    with Runtime.load(package, max_sequences=2, max_chunk_tokens=17, prefix_cache_bytes=0) as small:
         chunked = small.generate(ids, **options)
     assert chunked.token_ids == whole.token_ids
     assert chunked.choices[0].logprobs == whole.choices[0].logprobs
@@ -85,3 +87,25 @@ def test_drafts_change_nothing(
         plain = without.generate(texts, **options)
     assert [c.choices for c in drafted] == [c.choices for c in plain]
     assert accepted > 50
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_prefixes_change_nothing(
+    runtime: Runtime, smollm2_package: Callable[[str, str], Path], sampling: str
+) -> None:
+    """Chats that grow by turns and begin alike."""
+    texts = [entry["prompt_ids"] for entry in golden()["prompts"][:6]]
+    options = {**SAMPLING[sampling], "max_new_tokens": 12, "ignore_eos": True, "logprobs": 1}
+    package = smollm2_package("w8a8_row", "auto")
+    first = runtime.steps[-1].step_id if runtime.steps else -1
+    with Runtime.load(package, max_sequences=8) as keeping:
+        chats = [list(ids) for ids in texts]
+        for turn in range(3):
+            kept = keeping.generate(chats, **options)
+            plain = runtime.generate(chats, **options)
+            assert [c.choices for c in kept] == [c.choices for c in plain]
+            for chat, answer in zip(chats, kept, strict=True):
+                chat += [*answer.token_ids, *texts[turn][:20]]
+        fed = sum(step.num_tokens for step in keeping.steps)
+    computed = sum(step.num_tokens for step in runtime.steps if step.step_id > first)
+    assert fed < 0.6 * computed

@@ -10,7 +10,7 @@ from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import FinishReason, RowResult, SampledToken, StepPlan, StepResult
 from headrace.runtime.engine import Engine, Request, StepEvent
-from headrace.runtime.scheduler import Limits
+from headrace.runtime.limits import Limits
 from headrace.runtime.text import TextStream
 
 EOS = 0
@@ -65,6 +65,7 @@ def make_limits(**changes: Any) -> Limits:
         "context_tokens": 64,
         "kv_budget_tokens": 256,
         "kv_bytes_per_token": 4,
+        "prefix_cache_tokens": 0,
         "max_chunk_tokens": 32,
         "inter_token_bound_ms": 100.0,
     }

@@ -36,6 +36,7 @@ BAD_GENERATION: dict[str, list[Any]] = {
     "logit_bias": [None, [1, 2], {-1: 0.0}, {"1": 0.0}, {1: NAN}, {1: INF}, {1: "x"}, {True: 1.0}],
     "ignore_eos": [0, None, "no"],
     "n": [0, -1, 129, 1.0, None, True],
+    "priority": [-101, 101, 0.5, None, True],
 }
 BAD_ENGINE: dict[str, list[Any]] = {
     "max_sequences": [0, -1, 4097, None, 1.5, True],
@@ -44,6 +45,7 @@ BAD_ENGINE: dict[str, list[Any]] = {
     "inter_token_bound_ms": [0, -1, NAN, INF, None, True],
     "num_threads": [0, -2, 1.5, True],
     "kv_budget_bytes": [0, -1, 1e9],
+    "prefix_cache_bytes": [-1, 1.5, True],
     "context_tokens": [0, 1, True],
     "max_draft_tokens": [-1, 16, 1.5, True],
     "target": ["", 3],

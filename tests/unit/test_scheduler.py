@@ -20,7 +20,9 @@ from headrace.runtime.scheduler import Scheduler
 
 
 def sequence(seq_id: int, prompt_len: int = 4, new: int = 8, parent: int | None = None) -> Sequence:
-    return Sequence(seq_id, [seq_id % 50] * prompt_len, prompt_len, new, prefix_of=parent)
+    """`parent`: the sequence whose prompt this one repeats."""
+    letter = seq_id if parent is None else parent
+    return Sequence(seq_id, [letter % 50] * prompt_len, prompt_len, new)
 
 
 def step(scheduler: Scheduler, model_ms: float = 1.0) -> StepPlan:
@@ -132,11 +134,11 @@ def test_sibling_computes_the_prompt_when_nobody_has_it_any_more() -> None:
 
 def test_copy_comes_after_the_release_of_its_target() -> None:
     scheduler = Scheduler(make_limits(max_slots=2))
-    for one in (sequence(1, 6), sequence(9, 6), sequence(2, 6, 8, 1)):
+    for one in (sequence(1, 20), sequence(9, 6), sequence(2, 20, 8, 1)):
         scheduler.add(one)
     step(scheduler)
     scheduler.cancel(9)
-    assert step(scheduler).kv_ops == (KvRelease(1), KvCopy(0, 1, 5))
+    assert step(scheduler).kv_ops == (KvRelease(1), KvCopy(0, 1, 19))
 
 
 def test_cancel_in_flight_drops_the_result() -> None:

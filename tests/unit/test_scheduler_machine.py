@@ -1,10 +1,13 @@
-"""Any order of arrivals, cancels, steps and failures keeps the books and everybody's text.
+"""Any order of arrivals, cancels, interruptions, steps and failures keeps the books and
+everybody's text.
 
 The device is the fake backend, whose answer depends on every token in a slot, and which refuses
 what a real one would read as garbage; so a wrong past, copy or slot shows in the tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from engine_samples import make_limits
@@ -14,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.backends.base import StepOutput
 from headrace.backends.fake import FakeBackend, hashed_logits
+from headrace.runtime.batching import Fairness
 from headrace.runtime.core import (
     FinishReason,
     RowResult,
@@ -23,6 +27,7 @@ from headrace.runtime.core import (
     StepPlan,
     StepResult,
 )
+from headrace.runtime.prefix_index import common_length
 from headrace.runtime.scheduler import Scheduler
 
 VOCAB, CONTEXT, SLOTS, BUDGET = 32, 40, 3, 90
@@ -46,12 +51,18 @@ def greedy_results(plan: StepPlan, output: StepOutput) -> StepResult:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    prefix_cache_tokens, quantum_steps, top_priority = 0, 10_000, 0
+
     def __init__(self) -> None:
         super().__init__()
         limits = make_limits(
-            max_slots=SLOTS, context_tokens=CONTEXT, kv_budget_tokens=BUDGET, max_chunk_tokens=16
+            max_slots=SLOTS,
+            context_tokens=CONTEXT,
+            kv_budget_tokens=BUDGET,
+            prefix_cache_tokens=self.prefix_cache_tokens,
+            max_chunk_tokens=16,
         )
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, Fairness(self.quantum_steps))
         self.backend = FakeBackend(
             vocab_size=VOCAB,
             context_tokens=CONTEXT,
@@ -61,14 +72,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             logits=LOGITS,
         )
         self.sequences: list[Sequence] = []
+        self.shared: set[int] = set()  # those that came while another had their whole prompt
 
-    @rule(prompt_len=st.integers(1, 39), new=st.integers(1, 30), n=st.integers(1, 4))
-    def add(self, prompt_len: int, new: int, n: int) -> None:
+    def alive(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
+
+    @rule(
+        prompt_len=st.integers(1, 39),
+        new=st.integers(1, 30),
+        n=st.integers(1, 4),
+        pick=st.integers(0, 1000),
+        shared=st.integers(0, 39),
+    )
+    def add(self, prompt_len: int, new: int, n: int, pick: int, shared: int) -> None:
+        """The same prompt `n` times; it may begin like another text."""
         first_id = len(self.sequences)
         prompt = [(first_id * 7 + i) % VOCAB for i in range(prompt_len)]
+        if self.sequences:
+            other = self.sequences[pick % first_id].tokens[:shared]
+            prompt = (other + prompt)[:prompt_len]
+        priority = pick % (self.top_priority + 1)
         for i in range(n):
-            parent = first_id if i else None
-            one = Sequence(first_id + i, list(prompt), prompt_len, new, prefix_of=parent)
+            one = Sequence(first_id + i, list(prompt), prompt_len, new, priority=priority)
+            if any(map(begins_with(one), self.alive())):
+                self.shared.add(one.seq_id)
             self.scheduler.add(one)
             self.sequences.append(one)
 
@@ -91,7 +118,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is None:
             assert not self.scheduler.has_work
             return False
-        if oldest is not None and had_room:  # nobody is overtaken for ever
+        if (
+            oldest is not None and had_room and not self.top_priority
+        ):  # nobody is overtaken for ever
             assert oldest.state is SequenceState.RUNNING
         output = self.backend.collect(self.backend.submit(plan))
         if pick is not None and self.sequences:
@@ -116,20 +145,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_in_order(self) -> None:
         self.scheduler.check_integrity()
-        alive = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
-        assert len(alive) == self.scheduler.num_running + self.scheduler.num_waiting
+        assert len(self.alive()) == self.scheduler.num_running + self.scheduler.num_waiting
 
     @invariant()
     def admission_is_in_order_of_arrival(self) -> None:
-        """Within a family's first members: no stranger that came later runs before."""
-        firsts = [s for s in self.sequences if s.prefix_of is None]
-        started = [s.state is not SequenceState.WAITING for s in firsts]
-        alive_started = [
-            flag
-            for s, flag in zip(firsts, started, strict=True)
-            if s.finish_reason not in (FinishReason.CANCELLED,)
-        ]
-        assert alive_started == sorted(alive_started, reverse=True)
+        """No later one runs before, except one that waits for its prompt to be computed."""
+        if self.top_priority:
+            return  # those interrupted arrived earlier
+        patient = [s for s in self.alive() if s.seq_id not in self.shared]
+        started = [s.state is SequenceState.RUNNING for s in patient]
+        assert started == sorted(started, reverse=True)
 
     def teardown(self) -> None:
         steps = 0
@@ -137,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             steps += 1
             assert steps < 10_000, "starved"
         assert self.scheduler.num_free_slots == SLOTS
-        assert self.backend.held_tokens == 0
+        assert self.backend.held_tokens <= self.prefix_cache_tokens
         for one in self.sequences:
             assert one.state is SequenceState.FINISHED
             expected = greedy_alone(one.tokens[: one.prompt_len], one.max_new_tokens)
@@ -147,8 +172,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert one.tokens == expected[: len(one.tokens)]
 
 
+class FairMachine(SchedulerMachine):
+    """With a prefix cache, priorities and turns so short that sequences interrupt each other."""
+
+    prefix_cache_tokens, quantum_steps, top_priority = 60, 5, 2
+
+
+def begins_with(one: Sequence) -> Callable[[Sequence], bool]:
+    text = one.tokens[:-1]
+    return lambda other: common_length(text, other.tokens) == len(text)
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFairMachine = FairMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestFairMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_the_oracle_is_sensitive() -> None:

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from headrace.runtime.api import Runtime
     from headrace.runtime.config import EngineConfig, GenerationConfig
     from headrace.runtime.embedder import Embedder
+    from headrace.runtime.grammar import Grammar
 
-__all__ = ["Embedder", "EngineConfig", "GenerationConfig", "Runtime"]
+__all__ = ["Embedder", "EngineConfig", "GenerationConfig", "Grammar", "Runtime"]
 
 _HOMES = {
     "Runtime": "api",
     "EngineConfig": "config",
     "GenerationConfig": "config",
     "Embedder": "embedder",
+    "Grammar": "grammar",
 }
 
 

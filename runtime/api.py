@@ -21,11 +21,12 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
 from headrace.backends.base import Capabilities
+from headrace.runtime.answer import Request
 from headrace.runtime.chat import ChatTemplate
 from headrace.runtime.completion import Completion, TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import StepRecord
-from headrace.runtime.engine import Engine, Request
+from headrace.runtime.engine import Engine
 from headrace.runtime.errors import HeadraceError, RequestError
 from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
 from headrace.runtime.worker import RequestHandle, Worker

@@ -76,6 +76,12 @@ def _add_run(commands: Any) -> None:
     _add_package(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads standard input")
     _add_sampling(parser)
+    group = parser.add_argument_group(
+        "form of the answer", "At most one; what does not fit is not written."
+    ).add_mutually_exclusive_group()
+    group.add_argument("--json-schema", type=Path, metavar="FILE", help="JSON that a schema allows")
+    group.add_argument("--regex", metavar="TEXT", help="what an expression matches as a whole")
+    group.add_argument("--grammar", type=Path, metavar="FILE", help="a grammar in Lark's notation")
     parser.add_argument("--raw", action="store_true", help="no chat template: go on with the text")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.set_defaults(command=_run)
@@ -215,7 +221,8 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 def _run(args: argparse.Namespace) -> int:
     from headrace.runtime import cli_run
 
-    return cli_run.run(args, engine_options(args), sampling_options(args))
+    options = sampling_options(args) | cli_run.grammar_option(args)
+    return cli_run.run(args, engine_options(args), options)
 
 
 def _chat(args: argparse.Namespace) -> int:

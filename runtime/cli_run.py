@@ -12,7 +12,10 @@ from typing import Any
 from headrace.runtime.api import Runtime
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.errors import ConfigError, RequestError
+from headrace.runtime.grammar import Grammar
+from headrace.runtime.grammar_matcher import load_llguidance
 from headrace.runtime.manifest import read_manifest
+from headrace.runtime.text_files import read_text
 
 DEFAULT_MAX_NEW_TOKENS = 512
 
@@ -43,6 +46,24 @@ def run(
             write_text(deltas)
             print(flush=True)
     return 0
+
+
+def grammar_option(args: argparse.Namespace) -> dict[str, Any]:
+    """The field of `GenerationConfig` for the form of the answer, where one was asked for.
+
+    Raises:
+        ConfigError: a file cannot be read, it is no grammar, or llguidance is not installed.
+    """
+    if args.json_schema is not None:
+        grammar = Grammar.json_schema(read_text(args.json_schema, "--json-schema"))
+    elif args.regex is not None:
+        grammar = Grammar.regex(args.regex)
+    elif args.grammar is not None:
+        grammar = Grammar.lark(read_text(args.grammar, "--grammar"))
+    else:
+        return {}
+    load_llguidance()  # rather than after a model was loaded
+    return {"grammar": grammar}
 
 
 def with_limit(runtime: Runtime, options: dict[str, Any]) -> dict[str, Any]:

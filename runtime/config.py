@@ -9,16 +9,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import numbers
-import operator
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 from headrace.runtime.errors import ConfigError, PackageError
+from headrace.runtime.grammar import Grammar
 from headrace.runtime.manifest import MAX_ROW_TOKENS
+from headrace.runtime.option_checks import (
+    flag,
+    integer,
+    logit_bias,
+    named,
+    number,
+    positive,
+    stop_strings,
+    token_ids,
+)
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
@@ -40,6 +47,10 @@ _FOREIGN_KEYS = {
     "eos_token_id": "stop_token_ids",
     "stop_strings": "stop",
     "top_logprobs": "logprobs",
+    "response_format": "grammar (Grammar.json_schema)",
+    "guided_json": "grammar (Grammar.json_schema)",
+    "guided_regex": "grammar (Grammar.regex)",
+    "guided_grammar": "grammar (Grammar.lark)",
     "random_seed": "seed",
     "batch_size": "max_sequences",
     "max_num_seqs": "max_sequences",
@@ -77,6 +88,8 @@ class GenerationConfig:
         ignore_eos: go on after the model's end-of-sequence tokens.
         n: how many answers to the same prompt.
         priority: higher ones are served first, -100 to 100.
+        grammar: what the answer may be, as a whole. It ends when nothing can be added, in spite of
+            `min_new_tokens`; one that is cut off (`max_new_tokens`, `stop`) is not whole.
 
     Raises:
         ConfigError: a value is wrong; names field, value and what is expected.
@@ -100,6 +113,7 @@ class GenerationConfig:
     ignore_eos: bool = False
     n: int = 1
     priority: int = 0
+    grammar: Grammar | None = None
 
     _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
 
@@ -108,6 +122,10 @@ class GenerationConfig:
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             limit = f"at most max_new_tokens, {self.max_new_tokens}"
             raise ConfigError("min_new_tokens", self.min_new_tokens, limit)
+        if self.grammar is not None and self.ignore_eos:
+            raise ConfigError(
+                "ignore_eos", True, "False beside a grammar, which says where it ends"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GenerationConfig:
@@ -240,7 +258,12 @@ def _known_key(key: object, names: list[str]) -> str:
 
 def _to_dict(config: GenerationConfig | EngineConfig) -> dict[str, Any]:
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            values[key] = dict(value)
+        elif isinstance(value, Grammar):
+            values[key] = {"kind": value.kind, "text": value.text}
+    return values
 
 
 def _check_fields(config: object, checks: Mapping[str, Callable[[str, Any], Any]]) -> None:
@@ -249,144 +272,46 @@ def _check_fields(config: object, checks: Mapping[str, Callable[[str, Any], Any]
         object.__setattr__(config, name, check(name, getattr(config, name)))
 
 
-Check = Callable[[str, Any], Any]
-
-
-def _integer(low: int, high: int | None = None, *, optional: bool = False) -> Check:
-    span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    expected = span + (" or None" if optional else "")
-
-    def check(name: str, value: Any) -> int | None:
-        if optional and value is None:
-            return None
-        number = _as_int(value)
-        if number is None or number < low or (high is not None and number > high):
-            raise ConfigError(name, value, expected)
-        return number
-
-    return check
-
-
-def _number(low: float, high: float) -> Check:
-    """A finite number from `low` to `high`."""
-    span = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-
-    def check(name: str, value: Any) -> float:
-        number = _as_float(value)
-        if number is None or not low <= number <= high or math.isinf(number):
-            raise ConfigError(name, value, f"a number {span}")
-        return number
-
-    return check
-
-
-def _positive(name: str, value: Any) -> float:
-    number = _as_float(value)
-    if number is None or number <= 0 or math.isinf(number):
-        raise ConfigError(name, value, "a finite number above 0")
-    return number
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(name, value, "True or False")
-    return value
-
-
-def _name(name: str, value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(name, value, "a name or None")
-    return value
-
-
-def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else _as_tuple(value)
-    if items is None or not all(isinstance(s, str) and s for s in items):
-        raise ConfigError(name, value, "a string or a list of strings, none of them empty")
-    return cast(tuple[str, ...], items)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    items = _as_tuple(value)
-    ids = None if items is None else [_as_int(item) for item in items]
-    if ids is None or any(i is None or i < 0 for i in ids):
-        raise ConfigError(name, value, "a list of token ids, none of them negative")
-    return tuple(cast(list[int], ids))
-
-
-def _logit_bias(name: str, value: Any) -> Mapping[int, float]:
-    expected = "a mapping of token ids to finite numbers or minus infinity"
-    if not isinstance(value, Mapping):
-        raise ConfigError(name, value, expected)
-    bias: dict[int, float] = {}
-    for key, amount in value.items():
-        token_id, number = _as_int(key), _as_float(amount)
-        if token_id is None or token_id < 0 or number is None or number == math.inf:
-            raise ConfigError(f"{name}[{key!r}]", amount, expected)
-        bias[token_id] = number
-    return MappingProxyType(bias)
-
-
-def _as_int(value: Any) -> int | None:
-    """The integer that `value` is (numpy's too), or None; a bool is none."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _as_float(value: Any) -> float | None:
-    """The number that `value` is, or None; a bool and NaN are none."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return None if math.isnan(number) else number
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...] | None:
-    """The items of a list-like value; a string, bytes or mapping is none."""
-    if isinstance(value, (str, bytes, bytearray, Mapping)):
-        return None
-    if isinstance(value, AbstractSet):
-        value = sorted(value, key=repr)  # one order whatever the hash seed
-    return tuple(value) if isinstance(value, Iterable) else None
+def _grammar(name: str, value: Any) -> Grammar | None:
+    if value is None or isinstance(value, Grammar):
+        return value
+    if isinstance(value, Mapping) and value.keys() == {"kind", "text"}:
+        return Grammar(value["kind"], value["text"])
+    expected = "a Grammar, such as Grammar.regex(...), or None"
+    raise ConfigError(name, type(value).__name__, expected)
 
 
 GenerationConfig._CHECKS = {
-    "max_new_tokens": _integer(1, optional=True),
-    "min_new_tokens": _integer(0),
-    "temperature": _number(0, math.inf),
-    "top_k": _integer(0),
-    "top_p": _number(0, 1),
-    "min_p": _number(0, 1),
-    "repetition_penalty": _positive,
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "seed": _integer(0, 2**64 - 1, optional=True),
-    "stop": _stop_strings,
-    "stop_token_ids": _token_ids,
-    "include_stop_str_in_output": _flag,
-    "logprobs": _integer(0, MAX_LOGPROBS, optional=True),
-    "logit_bias": _logit_bias,
-    "ignore_eos": _flag,
-    "n": _integer(1, MAX_SAMPLES),
-    "priority": _integer(-MAX_PRIORITY, MAX_PRIORITY),
+    "max_new_tokens": integer(1, optional=True),
+    "min_new_tokens": integer(0),
+    "temperature": number(0, math.inf),
+    "top_k": integer(0),
+    "top_p": number(0, 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": positive,
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "seed": integer(0, 2**64 - 1, optional=True),
+    "stop": stop_strings,
+    "stop_token_ids": token_ids,
+    "include_stop_str_in_output": flag,
+    "logprobs": integer(0, MAX_LOGPROBS, optional=True),
+    "logit_bias": logit_bias,
+    "ignore_eos": flag,
+    "n": integer(1, MAX_SAMPLES),
+    "priority": integer(-MAX_PRIORITY, MAX_PRIORITY),
+    "grammar": _grammar,
 }
 EngineConfig._CHECKS = {
-    "max_sequences": _integer(1, 4096),
-    "max_waiting": _integer(0),
-    "max_chunk_tokens": _integer(1, MAX_ROW_TOKENS),
-    "inter_token_bound_ms": _positive,
-    "max_draft_tokens": _integer(0, MAX_DRAFT_TOKENS, optional=True),
-    "num_threads": _integer(1, 1024, optional=True),
-    "kv_budget_bytes": _integer(1, optional=True),
-    "prefix_cache_bytes": _integer(0, optional=True),
-    "context_tokens": _integer(2, optional=True),
-    "target": _name,
-    "form": _name,
+    "max_sequences": integer(1, 4096),
+    "max_waiting": integer(0),
+    "max_chunk_tokens": integer(1, MAX_ROW_TOKENS),
+    "inter_token_bound_ms": positive,
+    "max_draft_tokens": integer(0, MAX_DRAFT_TOKENS, optional=True),
+    "num_threads": integer(1, 1024, optional=True),
+    "kv_budget_bytes": integer(1, optional=True),
+    "prefix_cache_bytes": integer(0, optional=True),
+    "context_tokens": integer(2, optional=True),
+    "target": named,
+    "form": named,
 }

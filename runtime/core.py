@@ -44,6 +44,7 @@ class Sequence:
         priority: higher ones are served first.
         since_step: first step of the present state, WAITING or RUNNING.
         waited_steps, served_steps: steps in these states before the present one.
+        forced: tokens that must follow `tokens`, known beforehand; most often none.
     """
 
     seq_id: int
@@ -59,6 +60,7 @@ class Sequence:
     since_step: int = 0
     waited_steps: int = 0
     served_steps: int = 0
+    forced: tuple[int, ...] = ()
 
     @property
     def generated_len(self) -> int:

@@ -17,10 +17,9 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from headrace.backends.base import Backend, Capabilities, StepOutput
+from headrace.runtime.answer import Answer, Request, StepEvent, Text
 from headrace.runtime.batching import Fairness
 from headrace.runtime.candidates import Scratch
 from headrace.runtime.completion import TokenDelta
@@ -37,6 +36,7 @@ from headrace.runtime.core import (
 )
 from headrace.runtime.drafting.drafter import Drafter
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
+from headrace.runtime.grammar_matcher import GrammarCompiler, GrammarMatcher
 from headrace.runtime.limits import Limits
 from headrace.runtime.sampling import Sampler, sample_seed
 from headrace.runtime.scheduler import Scheduler
@@ -47,58 +47,6 @@ STEP_LOG_LENGTH = 4096
 DEFAULT_DRAFT_TOKENS = 8
 
 
-class Text(Protocol):
-    """Incremental text of one answer (`runtime.text.TextStream`)."""
-
-    @property
-    def stopped(self) -> str | None:
-        """The stop string that was matched."""
-        ...
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Text that is certain now."""
-        ...
-
-    def finish(self) -> str:
-        """What was still held back."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Answer:
-    """One of the answers to a request while it is being written."""
-
-    request: Request
-    index: int
-    sequence: Sequence
-    sampler: Sampler
-    text: Text
-    has_logprobs: bool
-    sampled: tuple[SampledToken, ...] = ()  # by the step in hand
-    matched_stop: str | int | None = None
-    new_text: str = ""
-    error: Exception | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A checked request, ready to be added. Made by `Engine.prepare`."""
-
-    request_id: int
-    prompt_ids: tuple[int, ...]
-    config: GenerationConfig
-    answers: list[_Answer] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class StepEvent:
-    """Something happened to a request: text, or an error that ended the whole request."""
-
-    request: Request
-    delta: TokenDelta | None
-    error: Exception | None = None
-
-
 class Engine:
     """Runs requests on a backend.
 
@@ -106,6 +54,7 @@ class Engine:
         backend: not loaded yet; closed with the engine.
         make_text: a fresh text stream for an answer.
         eos_token_ids: tokens with which the model ends a text.
+        grammars: for requests with a grammar, which are refused without it.
 
     Raises:
         whatever `backend.load` raises.
@@ -118,20 +67,21 @@ class Engine:
         eos_token_ids: Iterable[int],
         config: EngineConfig | None = None,
         fairness: Fairness | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.capabilities = backend.load()
         self.steps: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
         self.closed_by: Exception | None = None
         self._backend = backend
-        self._make_text = make_text
+        self._make_text, self._grammars = make_text, grammars
         self._eos_token_ids = tuple(eos_token_ids)
         self._limits = _limits(self.config, self.capabilities)
         self._scheduler = Scheduler(
             self._limits, fairness, _drafter(self.config, self.capabilities)
         )
         self._scratch = Scratch(self.capabilities.vocab_size)
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, Answer] = {}
         self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
         self._last_step_failed = False
 
@@ -156,7 +106,9 @@ class Engine:
         """Check a request and make what its answers need. Any thread.
 
         Raises:
-            RequestError: no prompt, or a token that the vocabulary does not have.
+            RequestError: no prompt, a token that the vocabulary does not have, or a grammar that
+                cannot be used.
+            ConfigError: a grammar, and llguidance is not installed.
             PromptTooLongError: the context has no room for a new token.
             InsufficientMemoryError: the KV budget could never hold prompt and answer.
         """
@@ -169,13 +121,19 @@ class Engine:
             raise RequestError(
                 f"the prompt has token {beyond}, but the vocabulary has {vocab_size} tokens"
             )
+        matcher = self._matcher(config)
         max_new_tokens = self._limits.new_tokens(len(ids), config.max_new_tokens)
         seed = secrets.randbits(64) if config.seed is None else config.seed
         request = Request(self._next_id(), ids, config)
         for index in range(config.n):
             seq_id = self._next_id() if index else request.request_id
             sampler = Sampler(
-                config, ids, self._eos_token_ids, sample_seed(seed, index), self._scratch
+                config,
+                ids,
+                self._eos_token_ids,
+                sample_seed(seed, index),
+                self._scratch,
+                None if matcher is None else matcher.copy(),
             )
             sequence = Sequence(
                 seq_id,
@@ -186,7 +144,7 @@ class Engine:
                 priority=config.priority,
             )
             request.answers.append(
-                _Answer(
+                Answer(
                     request,
                     index,
                     sequence,
@@ -196,6 +154,13 @@ class Engine:
                 )
             )
         return request
+
+    def _matcher(self, config: GenerationConfig) -> GrammarMatcher | None:
+        if config.grammar is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("this engine was made without a compiler for grammars")
+        return self._grammars.matcher(config.grammar)
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
@@ -269,9 +234,9 @@ class Engine:
         held = self._scheduler.num_waiting + self._scheduler.num_running
         assert len(self._answers) == held
 
-    def _sample(self, plan: StepPlan, output: StepOutput) -> list[tuple[_Answer, RowResult]]:
+    def _sample(self, plan: StepPlan, output: StepOutput) -> list[tuple[Answer, RowResult]]:
         """Draw the tokens of every row with logits, in the order of the plan."""
-        stepped: list[tuple[_Answer, RowResult]] = []
+        stepped: list[tuple[Answer, RowResult]] = []
         line = 0
         for row in plan.rows:
             answer = self._answers[row.seq_id]
@@ -286,9 +251,7 @@ class Engine:
             stepped.append((answer, RowResult(row.seq_id, answer.sampled, finish)))
         return stepped
 
-    def _draw(
-        self, answer: _Answer, row: Row, output: StepOutput, line: int
-    ) -> FinishReason | None:
+    def _draw(self, answer: Answer, row: Row, output: StepOutput, line: int) -> FinishReason | None:
         """Draw and accept tokens as long as they are what was drafted; STOP where one ends the
         answer.
 
@@ -311,13 +274,14 @@ class Engine:
                 return FinishReason.STOP
             answer.new_text += answer.text.push((token_id,))
             answer.matched_stop = answer.text.stopped
-            if answer.matched_stop is not None:
+            if answer.matched_stop is not None or sampler.is_complete:
                 return FinishReason.STOP
             if i < len(drafts) and drafts[i] != token_id:
                 break
+        sequence.forced = sampler.forced
         return None
 
-    def _emit(self, answers: Iterable[_Answer]) -> list[StepEvent]:
+    def _emit(self, answers: Iterable[Answer]) -> list[StepEvent]:
         """What a committed step means to those who asked."""
         events: list[StepEvent] = []
         for answer in answers:
@@ -366,7 +330,7 @@ class Engine:
         for answer in request.answers:
             self._drop(answer)
 
-    def _drop(self, answer: _Answer) -> bool:
+    def _drop(self, answer: Answer) -> bool:
         """Forget an answer; False where it had ended."""
         seq_id = answer.sequence.seq_id
         self._scheduler.cancel(seq_id)
@@ -397,7 +361,7 @@ def _drafter(config: EngineConfig, caps: Capabilities) -> Drafter | None:
     return Drafter(wanted) if wanted else None
 
 
-def _cancelled(answer: _Answer) -> TokenDelta:
+def _cancelled(answer: Answer) -> TokenDelta:
     """The last delta of an answer that is ended from outside, with what was held back."""
     return TokenDelta(
         answer.text.finish(), finish_reason=FinishReason.CANCELLED, index=answer.index

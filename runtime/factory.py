@@ -15,6 +15,7 @@ from headrace.runtime.embedder import Embedder, load_tokenizer
 from headrace.runtime.encoder_manifest import read_encoder_manifest
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import PackageError
+from headrace.runtime.grammar_matcher import GrammarCompiler
 from headrace.runtime.hardware import probe_hardware
 from headrace.runtime.manifest import Manifest, package_path, read_manifest
 from headrace.runtime.memory import trim_heap
@@ -39,7 +40,9 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
 
     backend = create_backend(device, folder, manifest, config, probe_hardware())
     try:
-        engine = Engine(backend, make_text, manifest.tokenizer.eos_token_ids, config)
+        eos_token_ids = manifest.tokenizer.eos_token_ids
+        grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, eos_token_ids)
+        engine = Engine(backend, make_text, eos_token_ids, config, grammars=grammars)
         runtime = Runtime(engine, tokenizer, default_config=defaults, chat_template=template)
     except BaseException:
         backend.close()

@@ -5,8 +5,8 @@ The definition, of which `sampling_reference` is the slow twin:
 1. *Adjust.* Repetition penalty over prompt and answer (transformers: divide a positive logit,
    multiply a negative one), then presence and frequency penalty over the answer (OpenAI, vLLM:
    `logit - presence - frequency * count`), then `logit_bias`, then, before `min_new_tokens`, the
-   ban of stop tokens. Computed in float64, rounded to float32 after the penalties and after the
-   bias.
+   ban of stop tokens, then the ban of whatever the grammar does not allow here. Computed in
+   float64, rounded to float32 after the penalties and after the bias.
 2. *Greedy* at a temperature below 1e-5: the largest logit, ties to the smallest id.
 3. *Truncate*, on softmax(logits / temperature), in transformers' order: top_k, then top_p over
    what is left, then min_p. (vLLM applies min_p before them, llama.cpp the temperature after them.)
@@ -46,6 +46,7 @@ from headrace.runtime.candidates import (
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.core import TokenAlternative
 from headrace.runtime.errors import BackendError, RequestError
+from headrace.runtime.grammar_matcher import GrammarMatcher
 from headrace.runtime.penalties import Penalties, has_penalty
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy (as in vLLM)
@@ -88,6 +89,7 @@ class Sampler:
         eos_token_ids: the model's.
         seed: of this sequence (`sample_seed`).
         scratch: of the thread that will call `sample`.
+        matcher: where this sequence is in its grammar; `accept` moves it on.
 
     Raises:
         RequestError: `logit_bias` or `stop_token_ids` names a token beyond the vocabulary.
@@ -100,9 +102,10 @@ class Sampler:
         eos_token_ids: Iterable[int],
         seed: int,
         scratch: Scratch,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         self.config, self.seed = config, seed
-        self._scratch = scratch
+        self._scratch, self._matcher = scratch, matcher
         self._generated_len = 0
         for name, ids in (
             ("logit_bias", config.logit_bias.keys()),
@@ -113,10 +116,11 @@ class Sampler:
                     f"{name} names token {beyond[0]}, but the vocabulary has "
                     f"{scratch.vocab_size} tokens"
                 )
-        eos = frozenset(i for i in eos_token_ids if i < scratch.vocab_size)
+        eos = self._eos = frozenset(i for i in eos_token_ids if i < scratch.vocab_size)
         stops = frozenset(config.stop_token_ids)
         self._stop_ids = stops if config.ignore_eos else stops | eos
         self._late_ids = np.array(sorted(stops | eos), np.int64)
+        self._eos_ids = np.array(sorted(eos), np.int64)
         self._bias_ids = np.array(list(config.logit_bias.keys()), np.int64)
         self._bias = np.array(list(config.logit_bias.values()), np.float64)
         self._penalties = Penalties(config, prompt) if has_penalty(config) else None
@@ -126,14 +130,30 @@ class Sampler:
         self._top_k = config.top_k if config.top_k < scratch.vocab_size else 0
         self._weighs_all = self._top_k == 0 and (config.top_p < 1.0 or config.min_p == 0.0)
         plain = self._penalties is None and not self._bias_ids.size and not config.min_new_tokens
-        wanted = self._weighs_all and plain
+        wanted = self._weighs_all and plain and matcher is None
         self.inverse_temperature = (self._inv_temperature or 0.0) if wanted else 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar allows nothing more."""
+        return self._matcher is not None and self._matcher.complete
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that the grammar forces to come next; none without one."""
+        return () if self._matcher is None else self._matcher.forced
+
     def accept(self, token_id: int) -> None:
-        """Append a token to the answer."""
+        """Append a token to the answer.
+
+        Raises:
+            RequestError: the grammar asks for more work than it may.
+        """
         self._generated_len += 1
         if self._penalties is not None:
             self._penalties.add(token_id)
+        if self._matcher is not None and token_id not in self._eos:
+            self._matcher.accept(token_id)
 
     def is_stop_token(self, token_id: int, generated_len: int) -> bool:
         """Whether this token ends the answer, of which it is number `generated_len` (from 1).
@@ -172,7 +192,8 @@ class Sampler:
 
     def _draw(self, logits: Logits, position: int, probabilities: Probabilities | None) -> int:
         self._adjust(logits)
-        if self._inv_temperature is None:
+        is_forced = self._matcher is not None and bool(self._matcher.forced)
+        if self._inv_temperature is None or is_forced:
             return self._best(logits)
         u = uniform(self.seed, position)
         if self._weighs_all:
@@ -257,6 +278,8 @@ class Sampler:
             logits[self._bias_ids] = logits[self._bias_ids] + self._bias
         if self._generated_len < self.config.min_new_tokens and self._late_ids.size:
             logits[self._late_ids] -= np.float32(np.inf)  # keeps a NaN one
+        if self._matcher is not None:
+            self._matcher.restrict(logits, self._eos_ids)
 
     def _no_peak(self, peak: float) -> Exception:
         """What is wrong with logits whose largest is not a finite number."""
@@ -264,5 +287,6 @@ class Sampler:
             kind = "NaN" if math.isnan(peak) else "infinite"
             return BackendError(f"the model produced {kind} logits; the package may be damaged")
         if self._bias_ids.size or self._generated_len < self.config.min_new_tokens:
-            return RequestError("logit_bias and min_new_tokens leave no token to draw")
+            also = "" if self._matcher is None else "grammar, "
+            return RequestError(f"{also}logit_bias and min_new_tokens leave no token to draw")
         return BackendError("the model gave every token a probability of zero")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +33,13 @@ def adjusted_logits(
     prompt: Sequence[int],
     answer: Sequence[int],
     eos_token_ids: Iterable[int],
+    allowed: Collection[int] | None = None,
 ) -> list[float]:
-    """Step 1: penalties, bias and bans, each rounded to float32."""
+    """Step 1: penalties, bias and bans, each rounded to float32.
+
+    Args:
+        allowed: by the grammar, where there is one.
+    """
     adjusted = [float(value) for value in logits]
     seen = {*prompt, *answer} if config.repetition_penalty != 1.0 else set(answer)
     counts = Counter(answer)
@@ -52,6 +57,8 @@ def adjusted_logits(
     if len(answer) < config.min_new_tokens:
         for token in {*config.stop_token_ids, *eos_token_ids}:
             adjusted[token] = -math.inf
+    if allowed is not None:
+        adjusted = [v if i in allowed else -math.inf for i, v in enumerate(adjusted)]
     return adjusted
 
 
@@ -93,13 +100,14 @@ def sample(
     eos_token_ids: Iterable[int],
     seed: int,
     position: int,
+    allowed: Collection[int] | None = None,
 ) -> Draw:
     """Steps 1 to 4 for the token after `prompt` and `answer`.
 
     Raises:
         RequestError: no token is left.
     """
-    adjusted = adjusted_logits(config, logits, prompt, answer, eos_token_ids)
+    adjusted = adjusted_logits(config, logits, prompt, answer, eos_token_ids, allowed)
     if max(adjusted) == -math.inf:
         raise RequestError("no token is left to draw")
     if config.temperature < GREEDY_BELOW:

@@ -13,6 +13,7 @@ included, into as many of them.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ from headrace.runtime.errors import PackageError, RequestError
 from headrace.runtime.manifest import TokenizerInfo, package_path
 
 _SPACE_PIECE = "\u2581"  # how SentencePiece writes a space
+_LONER = "\x02"  # a control character that no merge begins or ends with
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -133,6 +135,38 @@ class Tokenizer:
                 "the text of a message would become a control token of the model; "
                 "remove the marker from it"
             )
+        return ids
+
+    def encode_fragment(self, text: str) -> list[int]:
+        """Ids whose bytes are exactly those of a part of an answer; never a special token.
+
+        What the library makes of the text where that is exact, also behind a character that
+        merges with nothing (SentencePiece puts a space before a text); else the longest pieces.
+        """
+        data = text.encode("utf-8", "replace")
+        for lead in ("", _LONER):
+            ids = self._encode(lead + data.decode())
+            skipped = len(self._encode(lead)) if lead else 0
+            if b"".join(map(self.token_bytes, ids[skipped:])) == data:
+                return ids[skipped:]
+        return self._longest_pieces(data)
+
+    @functools.cached_property
+    def _pieces(self) -> dict[bytes, int]:
+        return {self.token_bytes(i): i for i in reversed(range(self.vocab_size))}
+
+    def _longest_pieces(self, data: bytes) -> list[int]:
+        pieces = self._pieces
+        longest = max(map(len, pieces))
+        ids: list[int] = []
+        start = 0
+        while start < len(data):
+            ends = range(min(len(data), start + longest), start, -1)
+            end = next((end for end in ends if data[start:end] in pieces), None)
+            if end is None:  # a byte that the vocabulary lacks: nothing can be written here
+                break
+            ids.append(pieces[data[start:end]])
+            start = end
         return ids
 
     def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:

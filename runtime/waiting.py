@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
+from headrace.runtime.answer import Request
 from headrace.runtime.completion import Completion, TokenDelta
-from headrace.runtime.engine import Request
 from headrace.runtime.errors import QueueFullError
 from headrace.runtime.worker import Listener, RequestHandle, Worker
 

@@ -15,8 +15,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+from headrace.runtime.answer import Request, StepEvent
 from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, TokenDelta
-from headrace.runtime.engine import Engine, Request, StepEvent
+from headrace.runtime.engine import Engine
 from headrace.runtime.errors import EngineClosedError, QueueFullError
 from headrace.runtime.mailbox import Mailbox
 

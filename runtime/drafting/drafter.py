@@ -39,11 +39,13 @@ class Drafter:
     def propose(self, sequences: Iterable[Sequence]) -> dict[int, tuple[int, ...]]:
         """Drafts by `seq_id` for sequences that decode in the next step; none for most.
 
-        No sequence gets more than could be used before `max_new_tokens`.
+        No sequence gets more than could be used before `max_new_tokens`. Where it is known what
+        must follow (`Sequence.forced`) the draft is that.
         """
         found: list[tuple[Sequence, _State, Match]] = []
         rates: list[float] = []
         limits: list[int] = []
+        sure: dict[int, tuple[int, ...]] = {}
         for sequence in sequences:
             state = self._states.get(sequence.seq_id)
             if state is None:
@@ -51,6 +53,9 @@ class Drafter:
             state.kind = None
             state.index.extend(sequence.tokens[len(state.index) :])
             room = sequence.max_new_tokens - sequence.generated_len - 1
+            if sequence.forced and room > 0:  # sure to be accepted: worth it at any cost
+                sure[sequence.seq_id] = sequence.forced[: min(room, self.max_draft_tokens)]
+                room = 0
             match = state.index.longest_match() if room > 0 else None
             if match is None:
                 rates.append(0.5)
@@ -61,10 +66,10 @@ class Drafter:
             rates.append(state.history.rate(kind))
             limits.append(min(room, self.max_draft_tokens))
         if not found:
-            return {}
+            return sure
         chosen = draft_lengths(self._cost, rates, limits)
         lengths = [length for length, limit in zip(chosen, limits, strict=True) if limit]
-        drafts: dict[int, tuple[int, ...]] = {}
+        drafts = sure
         for (sequence, state, match), length in zip(found, lengths, strict=True):
             if length:
                 state.kind = self._table.kind(match.num_tokens, state.entropy_nats)

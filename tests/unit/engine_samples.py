@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.backends.fake import FakeBackend, scripted_logits
+from headrace.runtime.answer import Request, StepEvent
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import FinishReason, RowResult, SampledToken, StepPlan, StepResult
-from headrace.runtime.engine import Engine, Request, StepEvent
+from headrace.runtime.engine import Engine
 from headrace.runtime.limits import Limits
 from headrace.runtime.text import TextStream
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.errors import ConfigError, PackageError
+from headrace.runtime.grammar import Grammar
 
 INF, NAN = math.inf, math.nan
 
@@ -37,6 +38,7 @@ BAD_GENERATION: dict[str, list[Any]] = {
     "ignore_eos": [0, None, "no"],
     "n": [0, -1, 129, 1.0, None, True],
     "priority": [-101, 101, 0.5, None, True],
+    "grammar": ["[0-9]+", 3, {}, {"type": "object"}, {"kind": "regex"}, {"kind": "x", "text": "y"}],
 }
 BAD_ENGINE: dict[str, list[Any]] = {
     "max_sequences": [0, -1, 4097, None, 1.5, True],
@@ -57,6 +59,8 @@ GOOD_GENERATION: list[dict[str, Any]] = [
     {"temperature": 0, "top_k": 40, "top_p": 0.0, "min_p": 1},
     {"seed": 2**64 - 1, "n": 128, "logprobs": 20},
     {"logprobs": 0, "logit_bias": {5: -INF, 6: 3}},
+    {"grammar": Grammar.regex("[0-9]+")},
+    {"grammar": Grammar.json_schema({"type": "object"}), "temperature": 0.5},
     {"stop": ["a", "b"], "stop_token_ids": [1, 2], "include_stop_str_in_output": True},
 ]
 

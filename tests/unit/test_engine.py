@@ -16,9 +16,10 @@ from engine_samples import (
 )
 
 from headrace.backends.fake import FakeBackend, hashed_logits, scripted_logits
+from headrace.runtime.answer import Request
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.core import FinishReason
-from headrace.runtime.engine import Engine, Request
+from headrace.runtime.engine import Engine
 from headrace.runtime.errors import (
     BackendError,
     EngineClosedError,

@@ -34,7 +34,7 @@ from headrace.runtime.core import (
     StepRecord,
     StepResult,
 )
-from headrace.runtime.drafting.drafter import Drafter
+from headrace.runtime.drafting.drafter import make_drafter
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
 from headrace.runtime.grammar_matcher import GrammarCompiler, GrammarMatcher
 from headrace.runtime.limits import Limits
@@ -44,7 +44,6 @@ from headrace.runtime.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 STEP_LOG_LENGTH = 4096
-DEFAULT_DRAFT_TOKENS = 8
 
 
 class Engine:
@@ -77,9 +76,9 @@ class Engine:
         self._make_text, self._grammars = make_text, grammars
         self._eos_token_ids = tuple(eos_token_ids)
         self._limits = _limits(self.config, self.capabilities)
-        self._scheduler = Scheduler(
-            self._limits, fairness, _drafter(self.config, self.capabilities)
-        )
+        caps = self.capabilities
+        drafter = make_drafter(self.config.max_draft_tokens, caps.max_row_tokens, caps.exact_rows)
+        self._scheduler = Scheduler(self._limits, fairness, drafter)
         self._scratch = Scratch(self.capabilities.vocab_size)
         self._answers: dict[int, Answer] = {}
         self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
@@ -350,15 +349,6 @@ def _limits(config: EngineConfig, caps: Capabilities) -> Limits:
         max_chunk_tokens=min(config.max_chunk_tokens, caps.max_row_tokens),
         inter_token_bound_ms=config.inter_token_bound_ms,
     )
-
-
-def _drafter(config: EngineConfig, caps: Capabilities) -> Drafter | None:
-    """Drafts must not change what is written, so only exact backends draft unless told to."""
-    wanted = config.max_draft_tokens
-    if wanted is None:
-        wanted = DEFAULT_DRAFT_TOKENS if caps.exact_rows else 0
-    wanted = min(wanted, caps.max_row_tokens - 1)
-    return Drafter(wanted) if wanted else None
 
 
 def _cancelled(answer: Answer) -> TokenDelta:

@@ -9,6 +9,19 @@ from headrace.runtime.drafting.acceptance import AcceptanceTable, Counts, Histor
 from headrace.runtime.drafting.budget import StepCost, draft_lengths
 from headrace.runtime.drafting.ngram import Match, NgramIndex
 
+DEFAULT_DRAFT_TOKENS = 8
+
+
+def make_drafter(
+    max_draft_tokens: int | None, max_row_tokens: int, exact_rows: bool
+) -> Drafter | None:
+    """A drafter for a backend, or None. Drafts must not change what is written, so only exact
+    backends draft unless told to."""
+    if max_draft_tokens is None:
+        max_draft_tokens = DEFAULT_DRAFT_TOKENS if exact_rows else 0
+    num_drafts = min(max_draft_tokens, max_row_tokens - 1)
+    return Drafter(num_drafts) if num_drafts else None
+
 
 class _State:
     """What is known of one sequence."""

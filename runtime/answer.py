@@ -10,6 +10,7 @@ from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.core import SampledToken, Sequence
 from headrace.runtime.sampling import Sampler
+from headrace.runtime.tool_calls import ToolCall
 
 
 class Text(Protocol):
@@ -26,6 +27,10 @@ class Text(Protocol):
 
     def finish(self) -> str:
         """What was still held back."""
+        ...
+
+    def take_calls(self) -> tuple[ToolCall, ...]:
+        """Calls of tools found since this was last asked."""
         ...
 
 

@@ -18,16 +18,18 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from headrace.backends.base import Capabilities
 from headrace.runtime.answer import Request
 from headrace.runtime.chat import ChatTemplate
+from headrace.runtime.chat_prompt import PromptTokenizer, chat_prompt
 from headrace.runtime.completion import Completion, TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import StepRecord
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import HeadraceError, RequestError
+from headrace.runtime.tool_choice import Tools
 from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
 from headrace.runtime.worker import RequestHandle, Worker
 
@@ -36,18 +38,6 @@ Messages = Sequence[Mapping[str, Any]]
 ConfigT = TypeVar("ConfigT", GenerationConfig, EngineConfig)
 
 _EXIT_TIMEOUT_S = 5.0
-
-
-class PromptTokenizer(Protocol):
-    """What a runtime needs of `runtime.tokenizer.Tokenizer`."""
-
-    bos_token: str
-    eos_token: str
-    control_tokens: tuple[str, ...]
-
-    def encode_prompt(self, text: str) -> list[int]: ...
-
-    def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> list[int]: ...
 
 
 class Runtime:
@@ -175,6 +165,8 @@ class Runtime:
         config: GenerationConfig | None = None,
         *,
         stream: Literal[False] = False,
+        tools: Tools | None = None,
+        tool_choice: str = "auto",
         **overrides: Any,
     ) -> Completion: ...
 
@@ -185,6 +177,8 @@ class Runtime:
         config: GenerationConfig | None = None,
         *,
         stream: Literal[True],
+        tools: Tools | None = None,
+        tool_choice: str = "auto",
         **overrides: Any,
     ) -> Iterator[TokenDelta]: ...
 
@@ -194,6 +188,8 @@ class Runtime:
         config: GenerationConfig | None = None,
         *,
         stream: bool = False,
+        tools: Tools | None = None,
+        tool_choice: str = "auto",
         **overrides: Any,
     ) -> Completion | Iterator[TokenDelta]:
         """The assistant's next message, in the model's chat format.
@@ -201,11 +197,15 @@ class Runtime:
         Args:
             messages: `{"role": ..., "content": ...}` each, oldest first.
             stream: return the pieces as `stream` does, instead of the whole.
+            tools: functions that the model may call, as OpenAI's API describes them. Calls come
+                as `tool_calls` of the answer.
+            tool_choice: "auto" leaves it to the model, "none" offers no tools, "required" or the
+                name of a function forces one call.
 
         Raises:
             as `generate`, and TemplateError where the model's template refuses the messages.
         """
-        request = self._prepare_chat(messages, self._merge(config, overrides))
+        request = self._prepare_chat(messages, self._merge(config, overrides), tools, tool_choice)
         return iterate(self._worker, request) if stream else run_all(self._worker, [request])[0]
 
     def submit(
@@ -267,6 +267,8 @@ class Runtime:
         config: GenerationConfig | None = None,
         *,
         stream: Literal[False] = False,
+        tools: Tools | None = None,
+        tool_choice: str = "auto",
         **overrides: Any,
     ) -> Completion: ...
 
@@ -277,6 +279,8 @@ class Runtime:
         config: GenerationConfig | None = None,
         *,
         stream: Literal[True],
+        tools: Tools | None = None,
+        tool_choice: str = "auto",
         **overrides: Any,
     ) -> AsyncIterator[TokenDelta]: ...
 
@@ -286,11 +290,13 @@ class Runtime:
         config: GenerationConfig | None = None,
         *,
         stream: bool = False,
+        tools: Tools | None = None,
+        tool_choice: str = "auto",
         **overrides: Any,
     ) -> Completion | AsyncIterator[TokenDelta]:
         """`chat` for asyncio: `await` gives the completion or, with `stream`, an iterator."""
         merged = self._merge(config, overrides)
-        request = await asyncio.to_thread(self._prepare_chat, messages, merged)
+        request = await asyncio.to_thread(self._prepare_chat, messages, merged, tools, tool_choice)
         return (
             aiterate(self._worker, request)
             if stream
@@ -331,17 +337,13 @@ class Runtime:
                 raise
         return requests
 
-    def _prepare_chat(self, messages: Messages, config: GenerationConfig) -> Request:
+    def _prepare_chat(
+        self, messages: Messages, config: GenerationConfig, tools: Tools | None, tool_choice: str
+    ) -> Request:
         if self._template is None:
             raise RequestError("the model has no chat template; use generate with a whole prompt")
-        tokenizer = self._tokenizer
-        segments = self._template.render(
-            messages,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            control_tokens=tokenizer.control_tokens,
-        )
-        return self._engine.prepare(tokenizer.encode_segments(segments), config)
+        prompt = chat_prompt(self._template, self._tokenizer, messages, config, tools, tool_choice)
+        return self._engine.prepare(prompt.token_ids, prompt.config, prompt.make_text)
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

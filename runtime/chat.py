@@ -25,6 +25,7 @@ import jinja2
 
 from headrace.runtime.errors import RequestError, TemplateError
 from headrace.runtime.template_sandbox import TemplateSandbox
+from headrace.runtime.tool_calls import tool_format
 
 Segments = list[tuple[str, bool]]
 Positions = Callable[[str], Iterator[int]]
@@ -40,11 +41,17 @@ _NAME_KEYS = frozenset({"role", "type"})
 class ChatTemplate:
     """A compiled chat template. Thread-safe.
 
+    Attributes:
+        takes_tools: whether it speaks of tools.
+        tool_format: how the model writes calls of them; None where that is not known.
+
     Raises:
         TemplateError: it cannot be compiled.
     """
 
     def __init__(self, source: str) -> None:
+        self.takes_tools = re.search(r"\btools\b", source) is not None
+        self.tool_format = tool_format(source)
         self._source_characters = frozenset(source)
         self._sandbox = TemplateSandbox()
         self._template = _guarded(lambda: self._sandbox.compile_template(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.runtime.core import FinishReason, SampledToken
+from headrace.runtime.tool_calls import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class TokenDelta:
         finish_reason: set on the last delta of an answer.
         matched_stop: the stop string or the id of the stop token that ended the answer.
         index: which of the request's `n` answers.
+        tool_calls: calls of tools that became whole; their text is not in `text`.
     """
 
     text: str
@@ -28,6 +30,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     index: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Choice:
     matched_stop: str | int | None
     logprobs: tuple[SampledToken, ...] | None
     entropy_nats: tuple[float, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,10 @@ class Completion:
         return self.choices[0].entropy_nats
 
     @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
     def completion_tokens(self) -> int:
         """Generated tokens of all choices, stop tokens included."""
         return sum(len(choice.token_ids) for choice in self.choices)
@@ -93,11 +101,13 @@ class ChoiceBuilder:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[SampledToken] | None = None
     entropy_nats: list[float] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, delta: TokenDelta) -> None:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.entropy_nats += delta.entropy_nats
+        self.tool_calls += delta.tool_calls
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
 
@@ -112,4 +122,5 @@ class ChoiceBuilder:
             last.matched_stop,
             None if self.logprobs is None else tuple(self.logprobs),
             tuple(self.entropy_nats),
+            tuple(self.tool_calls),
         )

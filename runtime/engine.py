@@ -101,8 +101,16 @@ class Engine:
     def num_free_slots(self) -> int:
         return self._scheduler.num_free_slots
 
-    def prepare(self, prompt_ids: Iterable[int], config: GenerationConfig) -> Request:
+    def prepare(
+        self,
+        prompt_ids: Iterable[int],
+        config: GenerationConfig,
+        make_text: Callable[[GenerationConfig], Text] | None = None,
+    ) -> Request:
         """Check a request and make what its answers need. Any thread.
+
+        Args:
+            make_text: instead of the engine's own.
 
         Raises:
             RequestError: no prompt, a token that the vocabulary does not have, or a grammar that
@@ -148,7 +156,7 @@ class Engine:
                     index,
                     sequence,
                     sampler,
-                    self._make_text(config),
+                    (make_text or self._make_text)(config),
                     has_logprobs=config.logprobs is not None,
                 )
             )
@@ -304,6 +312,7 @@ class Engine:
                 finish,
                 answer.matched_stop,
                 answer.index,
+                answer.text.take_calls(),
             )
             events.append(StepEvent(answer.request, delta))
         return events
@@ -354,5 +363,8 @@ def _limits(config: EngineConfig, caps: Capabilities) -> Limits:
 def _cancelled(answer: Answer) -> TokenDelta:
     """The last delta of an answer that is ended from outside, with what was held back."""
     return TokenDelta(
-        answer.text.finish(), finish_reason=FinishReason.CANCELLED, index=answer.index
+        answer.text.finish(),
+        finish_reason=FinishReason.CANCELLED,
+        index=answer.index,
+        tool_calls=answer.text.take_calls(),
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from headrace.runtime.tokenizer import Tokenizer
+from headrace.runtime.tool_calls import ToolCall, ToolCallParser, ToolFormat
 
 
 class StopMatcher:
@@ -85,8 +86,16 @@ class StopMatcher:
         return rest
 
 
+class TokenTexts(Protocol):
+    """What is needed of `runtime.tokenizer.Tokenizer`."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def special_marks(self, texts: Iterable[str]) -> dict[int, bytes]: ...
+
+
 class TextStream:
-    """Turns the tokens of one answer into text as they come.
+    """Turns the tokens of one answer into text as they come, and into calls of tools.
 
     Push every token of the answer but the one that ended it (a stop token is no text). Special
     tokens are not shown.
@@ -94,32 +103,55 @@ class TextStream:
     Args:
         stop: strings that end the answer, none of them empty.
         include_stop: whether a matched stop string is part of the text.
+        tools: how calls of tools are written; None looks for none.
+        opening: the beginning of a call that the prompt ended with.
 
     Attributes:
         stopped: the stop string that was matched, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenTexts,
+        stop: Sequence[str],
+        include_stop: bool,
+        tools: ToolFormat | None = None,
+        opening: str = "",
+    ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
+        self._marks = {} if tools is None else tokenizer.special_marks(tools.marks)
+        self._parser = None if tools is None else ToolCallParser(tools)
+        if self._parser is not None:
+            self._parser.push(opening)
         self.stopped: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that these tokens make certain: possibly none. Nothing follows a stop string."""
         if self.stopped is not None:
             return ""
-        data = b"".join(map(self._token_bytes, token_ids))
-        return self._match(self._decoder.decode(data))
+        data = b"".join([self._marks.get(i) or self._token_bytes(i) for i in token_ids])
+        text = self._match(self._decoder.decode(data))
+        return text if self._parser is None else self._parser.push(text)
 
     def finish(self) -> str:
         """What was held back: a character that never became whole (as U+FFFD), and the beginning
-        of a stop string that never came."""
-        if self.stopped is not None:
-            return ""
-        text = self._match(self._decoder.decode(b"", final=True))
-        return text if self._matcher is None else text + self._matcher.finish()
+        of a stop string or of a call that never came."""
+        text = ""
+        if self.stopped is None:
+            text = self._match(self._decoder.decode(b"", final=True))
+            if self._matcher is not None:
+                text += self._matcher.finish()
+        return text if self._parser is None else self._parser.push(text) + self._parser.finish()
+
+    def take_calls(self) -> tuple[ToolCall, ...]:
+        """Calls found since this was last asked."""
+        if self._parser is None or not self._parser.calls:
+            return ()
+        calls, self._parser.calls = tuple(self._parser.calls), []
+        return calls
 
     def _match(self, text: str) -> str:
         if self._matcher is None:

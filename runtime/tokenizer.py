@@ -188,6 +188,11 @@ class Tokenizer:
             data = self._bytes[token_id] = self._find_bytes(token_id)
         return data
 
+    def special_marks(self, texts: Iterable[str]) -> dict[int, bytes]:
+        """Bytes, by id, of special tokens that are one of these texts."""
+        wanted = {self._library.token_to_id(text): text.encode() for text in texts}
+        return {i: data for i, data in wanted.items() if i in self._special_ids}
+
     def _find_bytes(self, token_id: int) -> bytes:
         piece = self._library.id_to_token(token_id)
         if piece is None or token_id in self._special_ids:

@@ -24,6 +24,7 @@ OTHERS = {
     ("runtime.api", "TypeError"): "caught in the same function, with Python's own",
     ("runtime.cli", "ArgumentTypeError"): "how a type tells argparse of wrong usage",
     ("runtime.mailbox", "RuntimeError"): "what asyncio raises for a loop that is gone",
+    ("runtime.tool_calls", "JSONDecodeError"): "caught in the caller, with the decoder's own",
     ("runtime.worker", "TimeoutError"): "what a wait with a timeout raises all over Python",
     ("runtime.template_sandbox", "SecurityError"): "Jinja's; ChatTemplate makes it a TemplateError",
     ("runtime.template_sandbox", "LimitError"): "a SecurityError",

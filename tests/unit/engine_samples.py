@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.backends.fake import FakeBackend, scripted_logits
@@ -31,6 +31,9 @@ class LetterTokenizer:
 
     def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> list[int]:
         return self.encode_prompt("".join(text for text, _ in segments))
+
+    def special_marks(self, texts: Iterable[str]) -> dict[int, bytes]:
+        return {}
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if token_id == EOS else LETTERS[token_id].encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ class PieceTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return PIECES[token_id] if token_id < len(PIECES) else b""
 
+    def special_marks(self, texts: Iterable[str]) -> dict[int, bytes]:
+        return {}
+
     def encode_fragment(self, text: str) -> list[int]:
         data, start, ids = text.encode(), 0, []
         while start < len(data):
@@ -50,7 +53,7 @@ def compiler() -> GrammarCompiler:
 
 def make_grammar_engine(logits: LogitsFn | None = None, **options: Any) -> Engine:
     backend = FakeBackend(
-        vocab_size=VOCAB, max_slots=8, context_tokens=600, logits=logits or hashed_logits(VOCAB)
+        vocab_size=VOCAB, max_slots=8, context_tokens=1500, logits=logits or hashed_logits(VOCAB)
     )
     tokenizer: Any = PieceTokenizer()
     return Engine(

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+_SPACE = " \t\r\n"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -139,11 +140,12 @@ class ToolCallParser:
         """Whether a bare call may begin here, as the whole answer."""
         if not self._may_be_bare:
             return False
-        stripped = self._rest.lstrip(" \t\r\n;" if self._has_calls else " \t\r\n")
+        between = f"{_SPACE};" if self._has_calls else _SPACE
+        stripped = self._rest.lstrip(between)
         if stripped and not stripped.startswith("{"):
             self._may_be_bare = False
             return False
-        self._body = _Body(self._form, is_bare=True)
+        self._body = _Body(self._form, 0, between)
         return True
 
     def _take_text(self, is_last: bool) -> str:
@@ -151,7 +153,7 @@ class ToolCallParser:
         begin, rest = self._form.begin, self._rest
         at = rest.find(begin)
         if at >= 0:
-            self._body = _Body(self._form, is_bare=False)
+            self._body = _Body(self._form, len(begin), _SPACE)
         else:
             sizes = range(min(len(begin) - 1, len(rest)), 0, -1)
             held = 0 if is_last else next((n for n in sizes if rest.endswith(begin[:n])), 0)
@@ -163,10 +165,9 @@ class ToolCallParser:
 class _Body:
     """A call from its mark to its end, scanned once as it grows."""
 
-    def __init__(self, form: ToolFormat, is_bare: bool) -> None:
-        self._form = form
-        self._at = 0 if is_bare else len(form.begin)
-        self._skipped = " \t\r\n;" if is_bare else " \t\r\n"
+    def __init__(self, form: ToolFormat, at: int, skipped: str) -> None:
+        """The call begins at `at`, behind any of the characters `skipped`."""
+        self._form, self._at, self._skipped = form, at, skipped
         self._name: str | None = None
         self._start = -1  # of the JSON value
         self._depth, self._in_string, self._escaped = 0, False, False
@@ -215,7 +216,7 @@ class _Body:
         return True
 
     def _find_start_of_arguments(self, text: str) -> bool | None:
-        left = text[self._at :].lstrip()
+        left = text[self._at :].lstrip(_SPACE)
         if not left:
             self._at -= len(self._form.arguments_mark) + len(self._name or "")
             return None
@@ -249,7 +250,7 @@ class _Body:
         end = self._form.end
         if not end:
             return self._found, self._at
-        left = text[self._at :].lstrip(" \t\r\n")
+        left = text[self._at :].lstrip(_SPACE)
         if left.startswith(end):
             return self._found, len(text) - len(left) + len(end)
         if not end.startswith(left):

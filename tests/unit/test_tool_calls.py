@@ -79,6 +79,7 @@ TEXTS: list[tuple[ToolFormat, str]] = [
     (LLAMA, '{"name": "Bob", "age": 3}'),
     (LLAMA, '{"name": "add", "parameters": '),
     (LLAMA, "<|python_tag|>print(1)"),
+    (LLAMA, '\n;{"name": "add", "parameters": {"a": 1}}'),
     (LLAMA, ' [{"name": "add", "parameters": {"a": 1}}]'),
     (MISTRAL, "[TOOL_CALLS] none"),
     (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, 7]'),
@@ -105,6 +106,7 @@ pieces = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
         *("{", "}", "[", "]", '"', "\\", " ", "\n", ";", "add", "text ", "1", ",", ":"),
+        *('[{"name": "c", "parameters": {}}]', "{}", "add[ARGS]{}", "[TOOL_CALLS]add[ARGS]"),
         *('{"name": "add", "arguments": {"a": 1}}', '{"name": "b", "parameters": {}}'),
         *('"arguments": {', '"name": "add", ', '"a": "}"', '[{"name": "c", "arguments": {}}]'),
     ]

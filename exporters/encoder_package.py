@@ -144,7 +144,7 @@ class _Export:
         )
         limits = (settings.max_tokens or tokenizer_limit(home), spec.max_tokens)
         self.max_tokens = min(limit for limit in limits if limit is not None)
-        self.source = WeightSource(checkpoint)
+        self.source = WeightSource(checkpoint.tensors)
         self.plan = FormatPlan(self.precision, frozenset(), tuple(options.rules))
 
     def run(self) -> EncoderExport:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.archs.tensors import check_tensors
-from headrace.exporters.checkpoint.source import Checkpoint
+from headrace.exporters.archs.views import tensor_views
+from headrace.exporters.checkpoint.source import Checkpoint, LazyTensor
 from headrace.exporters.graph.decoder import DecoderParts
 from headrace.exporters.graph.linear import Float32
 from headrace.exporters.graph.rope import rope_tables
@@ -31,19 +34,19 @@ def checked_spec(checkpoint: Checkpoint) -> DecoderSpec:
     return spec
 
 
-def decoder_parts(spec: DecoderSpec, plain: WeightSource, precision: Precision) -> DecoderParts:
+def decoder_parts(
+    spec: DecoderSpec, tensors: Mapping[str, LazyTensor], precision: Precision
+) -> DecoderParts:
     """Weights in the basis that the precision wants, all in float32."""
     fmt = Float32()  # until the plan says what each weight gets
-    rotated = RotatedSource(plain, spec) if precision.rotate else None
-    source = rotated or plain
+    source = WeightSource(tensor_views(spec, tensors))
+    rotated = RotatedSource(source, spec) if precision.rotate else None
     return DecoderParts(
         spec=spec,
-        weight=source.weight,
-        vector=source.vector,
+        weight=(rotated or source).weight,
+        vector=(rotated or source).vector,
         layer_format=fmt,
         head_format=fmt,
         kv_scales=None,
-        head_matrix=(
-            (lambda: rotated.tied_head_matrix) if rotated and spec.tied_embeddings else None
-        ),
+        head_matrix=None if rotated is None else rotated.head_matrix,
     )

@@ -38,8 +38,8 @@ from headrace.exporters.measured import FormatPlan, Measurement
 from headrace.exporters.model import checked_spec, decoder_parts
 from headrace.exporters.precision import DEFAULT_PRECISION, Rule, find_precision
 from headrace.exporters.report import precision_report
+from headrace.exporters.rotation import rotation_report
 from headrace.exporters.validate import check_graph
-from headrace.exporters.weight_source import WeightSource
 from headrace.runtime.errors import ConfigError, ExportError
 from headrace.runtime.fidelity import Fidelity
 from headrace.runtime.manifest import (
@@ -187,7 +187,7 @@ class _Export:
         self.precision = find_precision(options.precision)
         self.forms = tuple(dict.fromkeys(options.forms))
         self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
-        self.parts = decoder_parts(spec, WeightSource(checkpoint), self.precision)
+        self.parts = decoder_parts(spec, checkpoint.tensors, self.precision)
         heads = frozenset((spec.embed, spec.head))
         self.plan = FormatPlan(self.precision, heads, tuple(options.rules))
 
@@ -203,6 +203,7 @@ class _Export:
             fidelity,
             self.options.threshold_nats,
             looked_up=None if self.spec.tied_embeddings else self.spec.embed,
+            rotation=rotation_report(self.spec, wanted=self.precision.rotate),
         )
         self._write_json("precision_report.json", report)
         manifest = Manifest(

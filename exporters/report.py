@@ -18,10 +18,11 @@ def precision_report(
     fidelity: Fidelity | None,
     threshold_nats: float | None,
     looked_up: str | None,
+    rotation: dict[str, Any],
 ) -> dict[str, Any]:
     """Plain data.
 
-    `looked_up` is the name of an embedding that is not the head, too. `mean_kl_nats` of a tensor is
+    `rotation` is what `rotation.rotation_report` says, `looked_up` is the name of an embedding that is not the head, too. `mean_kl_nats` of a tensor is
     what its format alone costs, None where that was not measured.
     """
     return {
@@ -29,6 +30,7 @@ def precision_report(
         "quant_threshold_nats": threshold_nats,
         "joint": None if fidelity is None else dataclasses.asdict(fidelity),
         "weight_bytes": target.weight_bytes,
+        "rotation": rotation,
         "matmul_flops_share": flops_share(target, looked_up),
         "kv_cache": {
             "dtype": target.kv_cache.dtype,

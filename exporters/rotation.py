@@ -18,11 +18,15 @@ Likewise each head's values: attention mixes tokens, not channels, so with R ort
 
 which leaves no outliers in what `o` multiplies and in the value cache. Nothing is added to a layer
 at run time. Q and R are the same for every export of a size.
+
+A norm of what is written to the stream stands between `o` or `down` and the stream, and its gain
+has no place on either side of Q: such models keep the stream as it is, and only heads are rotated.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,31 +57,42 @@ def orthogonal(size: int, seed: int = _SEED) -> Float:
     return np.asarray(q * np.sign(np.diag(r)), dtype=np.float32)
 
 
+def stream_obstacle(spec: DecoderSpec) -> str | None:
+    """Why the residual stream cannot be rotated; None where it can."""
+    if spec.layer.attention_post_norm or spec.layer.mlp_post_norm:
+        return "what layers add to the residual stream is normalized"
+    return None
+
+
+def rotation_report(spec: DecoderSpec, *, wanted: bool) -> dict[str, Any]:
+    """For the precision report: what is rotated, and why the residual stream is not."""
+    obstacle = stream_obstacle(spec) if wanted else "activations are not quantized by row"
+    return {"residual_stream": obstacle is None, "why_not": obstacle, "value_heads": wanted}
+
+
 class RotatedSource:
     """A `WeightSource` in the rotated basis. Blocks of the checkpoint cannot be kept in it."""
 
     def __init__(self, source: WeightSource, spec: DecoderSpec) -> None:
         self._source, self._spec = source, spec
-        self._rotation = orthogonal(spec.hidden_size)
+        self._rotation = None if stream_obstacle(spec) else orthogonal(spec.hidden_size)
         self._head_rotation = orthogonal(spec.head_dim)
-        self._values: set[str] = set()
-        self._outputs: set[str] = set()
         self._gain_before: dict[str, str] = {}
-        self._writers: set[str] = set()
-        self._norms = {f"{spec.final_norm}.weight"}
-        names = spec.layer
-        for layer in range(spec.num_layers):
-            attention, mlp = (n.format(layer) for n in (names.attention_norm, names.mlp_norm))
-            self._norms |= {f"{attention}.weight", f"{mlp}.weight"}
-            for name in (names.query, names.key, names.value):
-                self._gain_before[name.format(layer)] = f"{attention}.weight"
-            for name in (names.gate, names.up):
-                self._gain_before[name.format(layer)] = f"{mlp}.weight"
-            self._values.add(names.value.format(layer))
-            self._outputs.add(names.output.format(layer))
-            self._writers |= {names.output.format(layer), names.down.format(layer)}
+        names, layers = spec.layer, range(spec.num_layers)
+        self._values = {names.value.format(i) for i in layers}
+        self._outputs = {names.output.format(i) for i in layers}
+        self._writers = self._outputs | {names.down.format(i) for i in layers}
+        for i in layers:
+            for norm, readers in (
+                (names.attention_norm, (names.query, names.key, names.value)),
+                (names.mlp_norm, (names.gate, names.up)),
+            ):
+                if norm is not None:
+                    gain = f"{norm.format(i)}.weight"
+                    self._gain_before |= dict.fromkeys([r.format(i) for r in readers], gain)
         if not spec.tied_embeddings:
             self._gain_before[spec.head] = f"{spec.final_norm}.weight"
+        self._norms = {*self._gain_before.values(), f"{spec.final_norm}.weight"}
 
     def weight(self, *names: str) -> Weight:
         """As `WeightSource.weight`."""
@@ -93,29 +108,38 @@ class RotatedSource:
     def vector(self, name: str) -> Float:
         """As `WeightSource.vector`; gains of norms are one, since they are folded."""
         values = self._source.vector(name)
-        if name in self._norms:
-            return np.ones_like(values)
-        if name.removesuffix(".bias") in self._writers:
-            return np.asarray(values @ self._rotation)
+        if self._rotation is not None:
+            if name in self._norms:
+                return np.ones_like(values)
+            if name.removesuffix(".bias") in self._writers:
+                return np.asarray(values @ self._rotation)
         if name.removesuffix(".bias") in self._values:
             return self._by_head(values[None]).reshape(-1)
         return values
 
-    @cached_property
-    def tied_head_matrix(self) -> Float:
-        """M, float32 [hidden, hidden]: logits = (h @ M) @ (E Q)'."""
-        gain = self._source.vector(f"{self._spec.final_norm}.weight")
-        return np.asarray(self._rotation.T @ (gain[:, None] * self._rotation))
+    @property
+    def head_matrix(self) -> Callable[[], Float] | None:
+        """M of `logits = (h @ M) @ (E Q)'`, float32 [hidden, hidden], or None without tied head."""
+        rotation = self._rotation
+        if rotation is None or not self._spec.tied_embeddings:
+            return None
+
+        def matrix() -> Float:
+            gain = self._source.vector(f"{self._spec.final_norm}.weight")
+            return np.asarray(rotation.T @ (gain[:, None] * rotation))
+
+        return matrix
 
     def _rotated(self, name: str, weight: Float) -> Float:
         if name in self._outputs:
             weight = self._by_head(weight)
-        if name in self._writers:
-            return np.asarray(self._rotation.T @ weight)
-        gain_name = self._gain_before.get(name)  # None for the embedding
-        gain = 1 if gain_name is None else self._source.vector(gain_name)
-        rotated = np.asarray((weight * gain) @ self._rotation, dtype=np.float32)
-        return self._by_head(rotated.T).T if name in self._values else rotated
+        if self._rotation is not None:
+            if name in self._writers:
+                return np.asarray(self._rotation.T @ weight)
+            gain_name = self._gain_before.get(name)  # None for the embedding
+            gain = 1 if gain_name is None else self._source.vector(gain_name)
+            weight = np.asarray((weight * gain) @ self._rotation, dtype=np.float32)
+        return self._by_head(weight.T).T if name in self._values else weight
 
     def _by_head(self, rows: Float) -> Float:
         """float32 [n, heads * head_dim]: every head's part times R."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.exporters.checkpoint.values import Checkpoint, LazyTensor, QuantBlocks
+from headrace.exporters.checkpoint.values import LazyTensor, QuantBlocks
 from headrace.exporters.graph.linear import Weight
 from headrace.exporters.quant.formats import Blocks, pack_nibbles
 from headrace.runtime.errors import CheckpointError
@@ -16,8 +18,8 @@ Float = NDArray[np.float32]
 class WeightSource:
     """Finds and checks tensors; reads them one at a time."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._tensors = checkpoint.tensors
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
+        self._tensors = tensors
 
     def weight(self, *names: str) -> Weight:
         """A matrix, or several stacked along their outputs; names without `.weight`."""

@@ -45,6 +45,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral_window": {"model_type": "mistral", "sliding_window": 6, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "qwen3_bias_untied": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+    "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 200,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "gemma3_old_keys": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 16,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 10000.0,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -61,10 +95,12 @@ def write_model(name: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     rng = np.random.default_rng(0)
     tensors = {}
-    for tensor, shape in expected_tensors(decoder_spec(config)):
+    spec = decoder_spec(config)
+    mean = 1 - spec.gain_offset
+    for tensor, shape in expected_tensors(spec):
         values = rng.standard_normal(shape).astype(np.float32)
         is_matrix = len(shape) == 2
-        tensors[tensor] = values * (2 / shape[-1] ** 0.5) if is_matrix else 1 + 0.2 * values
+        tensors[tensor] = values * (2 / shape[-1] ** 0.5) if is_matrix else mean + 0.2 * values
     save_file(tensors, folder / "model.safetensors")
     tiny.tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

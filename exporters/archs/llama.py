@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.exporters.archs.config_keys import (
+    get_activation,
     get_bool,
     get_float,
     get_int,
     get_layers,
-    require_value,
 )
 from headrace.exporters.archs.rope_keys import read_rope
 from headrace.exporters.archs.spec import AttentionSpec, DecoderSpec, LayerNames
@@ -51,14 +51,23 @@ def spec_from_config(config: Mapping[str, object]) -> DecoderSpec:
     )
 
 
-def llama_like(config: Mapping[str, object], *, architecture: str, **changes: Any) -> DecoderSpec:
-    """A llama without biases, but for `changes`, which are fields of the spec."""
-    require_value(config, "hidden_act", "silu")
+def llama_like(
+    config: Mapping[str, object],
+    *,
+    architecture: str,
+    head_dim: int | None = None,
+    tied: bool = False,
+    **changes: Any,
+) -> DecoderSpec:
+    """A llama without biases, but for `changes`, which are fields of the spec.
+
+    `head_dim` and `tied` hold where the configuration does not say.
+    """
     hidden_size = get_int(config, "hidden_size")
     num_heads = get_int(config, "num_attention_heads")
     num_layers = get_layers(config, "num_hidden_layers")
-    head_dim = get_int(config, "head_dim", hidden_size // num_heads)
-    tied = get_bool(config, "tie_word_embeddings", False)
+    head_dim = get_int(config, "head_dim", head_dim or hidden_size // num_heads)
+    tied = get_bool(config, "tie_word_embeddings", tied)
     fields: dict[str, Any] = {
         "vocab_size": get_int(config, "vocab_size"),
         "hidden_size": hidden_size,
@@ -69,7 +78,6 @@ def llama_like(config: Mapping[str, object], *, architecture: str, **changes: An
         "head_dim": head_dim,
         "context_tokens": get_int(config, "max_position_embeddings", 2048),
         "norm_eps": get_float(config, "rms_norm_eps", 1e-6),
-        "attention": (AttentionSpec(rope=read_rope(config, head_dim)),) * num_layers,
         "attention_scale": 1 / math.sqrt(head_dim),
         "tied_embeddings": tied,
         "qkv_bias": False,
@@ -79,5 +87,9 @@ def llama_like(config: Mapping[str, object], *, architecture: str, **changes: An
         "final_norm": "model.norm",
         "head": "model.embed_tokens" if tied else "lm_head",
         "layer": LAYER,
-    }
-    return DecoderSpec(architecture=architecture, **fields | changes)
+    } | changes
+    if "attention" not in fields:
+        fields["attention"] = (AttentionSpec(rope=read_rope(config, head_dim)),) * num_layers
+    if "activation" not in fields:
+        fields["activation"] = get_activation(config, "hidden_act")
+    return DecoderSpec(architecture=architecture, **fields)

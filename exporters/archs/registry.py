@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from headrace.exporters.archs import llama, mistral, qwen
+from headrace.exporters.archs import gemma, llama, mistral, qwen
 from headrace.exporters.archs.bert import is_encoder
 from headrace.exporters.archs.config_keys import ReadKeys
 from headrace.exporters.archs.spec import DecoderSpec
@@ -13,7 +13,7 @@ from headrace.runtime.errors import CheckpointError, UnsupportedArchitectureErro
 # Rotary tables are as long as the context: beyond this a value is a mistake, not a model.
 _MAX_CONTEXT_TOKENS = 1 << 24
 
-_MODULES = (llama, mistral, qwen)
+_MODULES = (gemma, llama, mistral, qwen)
 _BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object]], DecoderSpec]] = {
     model_type: module.spec_from_config for module in _MODULES for model_type in module.MODEL_TYPES
 }

@@ -36,24 +36,33 @@ class AttentionSpec:
 class LayerNames:
     """Checkpoint names of one layer's weights; `{}` stands for the layer number.
 
-    None where a layer has no such weight.
+    None where a layer has no such weight. `*_norm` is of what a part reads, `*_post_norm` of what
+    it adds to the residual stream.
     """
 
-    attention_norm: str
+    attention_norm: str | None
     query: str
     key: str
     value: str
     output: str
-    mlp_norm: str
+    mlp_norm: str | None
     gate: str
     up: str
     down: str
     query_norm: str | None = None
     key_norm: str | None = None
+    attention_post_norm: str | None = None
+    mlp_post_norm: str | None = None
 
-    def norms(self) -> tuple[str, ...]:
-        """Those that normalize the residual stream."""
-        return (self.attention_norm, self.mlp_norm)
+    def norms(self) -> list[str]:
+        """Those as wide as the residual stream."""
+        names = (
+            self.attention_norm,
+            self.attention_post_norm,
+            self.mlp_norm,
+            self.mlp_post_norm,
+        )
+        return [name for name in names if name is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +70,12 @@ class DecoderSpec:
     """A decoder with grouped-query attention and an MLP.
 
     Attributes:
+        gain_offset: gains of norms are this more than the checkpoint says.
         attention: of each layer.
         attention_scale: what scores are multiplied with.
+        attention_softcap, logits_softcap: c where x becomes c * tanh(x / c); None where it stays.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or "relu2".
+        embedding_scale: what looked-up embeddings are multiplied with.
         qkv_bias, output_bias, mlp_bias: linear layers carry a `.bias` beside their `.weight`.
         embed, final_norm, head: checkpoint names; with tied embeddings `head` is `embed`.
     """
@@ -79,6 +92,7 @@ class DecoderSpec:
     norm_eps: float
     attention: tuple[AttentionSpec, ...]
     attention_scale: float
+    activation: str
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -87,6 +101,10 @@ class DecoderSpec:
     final_norm: str
     head: str
     layer: LayerNames
+    gain_offset: float = 0.0
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_scale: float = 1.0
 
     @property
     def ropes(self) -> list[RopeSpec]:

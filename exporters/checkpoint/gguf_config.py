@@ -57,15 +57,13 @@ class GgufMetadata:
             return value
         raise self._wrong(key, "a whole number")
 
-    def number(self, key: str) -> float:
+    def number(self, key: str) -> int | float:
         return self._needed(key, self.maybe_number(key))
 
-    def maybe_number(self, key: str) -> float | None:
+    def maybe_number(self, key: str) -> int | float | None:
         value = self._get(key)
-        if value is None:
-            return None
-        if type(value) in (int, float):
-            return float(value)  # type: ignore[arg-type]
+        if value is None or type(value) is int or type(value) is float:
+            return value
         raise self._wrong(key, "a number")
 
     def maybe_flag(self, key: str) -> bool | None:
@@ -153,13 +151,19 @@ def read_config(
         num_key_value_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position_embeddings=size("context_length"),
-        rope_theta=metadata.maybe_number(f"{prefix}.rope.freq_base") or 10000.0,
         rope_scaling=_rope_scaling(metadata, prefix),
         tie_word_embeddings="output.weight" not in tensors,
         **{key: metadata.number(f"{prefix}.{n}") for n, key in architecture.numbers.items()},
+        **{
+            key: value
+            for n, key in architecture.maybe_numbers.items()
+            if (value := metadata.maybe_number(f"{prefix}.{n}")) is not None
+        },
         **{key: tensor in tensors for key, tensor in architecture.present.items()},
         **architecture.config,
     )
+    if (theta := metadata.maybe_number(f"{prefix}.rope.freq_base")) is not None:
+        config["rope_theta"] = theta
     _refuse_variants(metadata, prefix, head_dim)
     return config
 

@@ -5,6 +5,7 @@ Another family is one more `GgufArchitecture` in `ARCHITECTURES`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,8 +21,9 @@ class GgufArchitecture:
         interleaved: block modules whose rows the converter reordered from rotary halves to
             interleaved pairs, with the config key that counts their heads.
         derived: tensors that repeat what the metadata says, not read.
-        numbers: metadata keys, without the architecture before them, that only this family has,
-            and the config keys that they become.
+        numbers: metadata keys, without the architecture before them, that not all families have,
+            and the config keys that they become; `maybe_numbers` where they may be missing.
+        gain_offset: the converter added this to gains of norms.
         present: config keys that are true where the file has a tensor.
         config: extra config.json keys with fixed values.
     """
@@ -33,6 +35,8 @@ class GgufArchitecture:
     interleaved: Mapping[str, str] = field(default_factory=dict)
     derived: frozenset[str] = frozenset()
     numbers: Mapping[str, str] = field(default_factory=dict)
+    maybe_numbers: Mapping[str, str] = field(default_factory=dict)
+    gain_offset: float = 0.0
     present: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
 
@@ -88,7 +92,52 @@ _QWEN3 = GgufArchitecture(
     config=_SILU,
 )
 
-ARCHITECTURES: Mapping[str, GgufArchitecture] = {a.model_type: a for a in (_LLAMA, _QWEN2, _QWEN3)}
+_GEMMA = GgufArchitecture(
+    hf_class="GemmaForCausalLM",
+    model_type="gemma",
+    model=_MODEL,
+    layer=_LAYER,
+    numbers=_RMS,
+    gain_offset=1.0,
+    config={"hidden_activation": "gelu_pytorch_tanh"},
+)
+_GEMMA2 = dataclasses.replace(
+    _GEMMA,
+    hf_class="Gemma2ForCausalLM",
+    model_type="gemma2",
+    layer=_LAYER
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    maybe_numbers={
+        "attention.sliding_window": "sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+)
+_GEMMA3 = dataclasses.replace(
+    _GEMMA2,
+    hf_class="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    layer={**_GEMMA2.layer, **_HEAD_NORMS},
+    maybe_numbers={
+        **_GEMMA2.maybe_numbers,
+        "attention.sliding_window_pattern": "sliding_window_pattern",
+        "rope.freq_base_swa": "rope_local_base_freq",
+    },
+)
+
+# By `general.architecture`.
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": _LLAMA,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA3,
+}
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:

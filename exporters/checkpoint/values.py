@@ -6,6 +6,7 @@ interleaved pairs) in query and key rows. Configuration keys are those of config
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -84,6 +85,14 @@ class LazyTensor:
             CheckpointError: the file cannot be read any more, or its type cannot be converted.
         """
         return self.loader()
+
+    def plus(self, offset: float) -> LazyTensor:
+        """A view whose values are this much larger."""
+
+        def load() -> Float:
+            return np.asarray(self.load() + np.float32(offset))
+
+        return dataclasses.replace(self, loader=load, block_loader=None)
 
     def blocks(self) -> QuantBlocks | None:
         """The stored blocks of a Q4_0, Q4_1 or Q8_0 matrix; None for any other type."""

@@ -93,6 +93,8 @@ class Attention:
             "scale": spec.attention_scale,
             "do_rotary": 1,
         }
+        if spec.attention_softcap is not None:
+            attributes["softcap"] = spec.attention_softcap
         if attention.window_tokens is not None:
             attributes["local_window_size"] = attention.window_tokens
         if self._scales is not None:

@@ -77,9 +77,9 @@ class _Decoder:
         spec, g, step = self.spec, self.g, self.step
         ids = graph_input(io.INPUT_IDS, ir.DataType.INT64, ["N"])
         with g.scope("embed"):
-            residual = self.parts.head_format.embed(g, ids, self.parts.weight(spec.embed))
+            residual = self._embed(ids)
         with g.scope("layers.0"):
-            normed = self._first_norm(residual, spec.layer.attention_norm.format(0))
+            normed = self._norm(residual, spec.layer.attention_norm, 0)
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
                 normed, residual = self._layer(layer, normed, residual)
@@ -117,11 +117,18 @@ class _Decoder:
                 residual = g.op("Gather", residual, self.step.logits_index)
                 g.next_row_set()
             output = self._linear(attended, names.output.format(layer), bias=spec.output_bias)
+            output = self._norm(output, names.attention_post_norm, layer)
         with g.scope("mlp"):
-            normed, residual = self._skip_norm(output, residual, names.mlp_norm.format(layer))
+            normed, residual = self._skip_norm(output, residual, names.mlp_norm, layer)
             output = self._mlp(layer, normed)
-        following = spec.final_norm if last else names.attention_norm.format(layer + 1)
-        return self._skip_norm(output, residual, following)
+            output = self._norm(output, names.mlp_post_norm, layer)
+        following = spec.final_norm if last else names.attention_norm
+        return self._skip_norm(output, residual, following, layer + 1)
+
+    def _embed(self, ids: ir.Value) -> ir.Value:
+        spec, g = self.spec, self.g
+        x = self.parts.head_format.embed(g, ids, self.parts.weight(spec.embed))
+        return self._scaled(x, "embedding_scale", spec.embedding_scale)
 
     def _attention(self, layer: int, normed: ir.Value) -> ir.Value:
         """float32 [N, hidden] -> [N, heads * head_dim]."""
@@ -140,6 +147,7 @@ class _Decoder:
             down=weight(down),
             gate_up_bias=bias(gate, up),
             down_bias=bias(down),
+            activation=self.spec.activation,
         )
         return self.parts.layer_format.gated_mlp(self.g, normed, weights)
 
@@ -157,6 +165,10 @@ class _Decoder:
                 g.store.describe(io.HEAD_MATRIX, (spec.hidden_size, spec.hidden_size), "fp32")
             emit = formats.tied_head if spec.tied_embeddings else formats.linear
             logits = emit(g, hidden, weight)
+            if spec.logits_softcap is not None:
+                capped = self._scaled(logits, "logits_softcap_inverse", 1 / spec.logits_softcap)
+                capped = g.op("Tanh", capped)
+                logits = self._scaled(capped, "logits_softcap", spec.logits_softcap)
             log_p = g.op("LogSoftmax", logits, attributes={"axis": -1})
             last = g.constant("axis_last", np.array([-1], np.int64))
             weighted = g.op("Mul", g.op("Exp", log_p), log_p)
@@ -173,17 +185,31 @@ class _Decoder:
             "+".join(stacked), lambda: np.concatenate([self.parts.vector(n) for n in stacked])
         )
 
-    def _first_norm(self, x: ir.Value, name: str) -> ir.Value:
-        attributes = {"epsilon": self.spec.norm_eps, "axis": -1, "stash_type": 1}
-        return self.g.op("RMSNormalization", x, self._gain(name), attributes=attributes)
+    def _scaled(self, x: ir.Value, name: str, factor: float) -> ir.Value:
+        if factor == 1:
+            return x
+        return self.g.op("Mul", x, self.g.constant(name, np.array(factor, np.float32)))
 
-    def _skip_norm(self, x: ir.Value, residual: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
+    def _norm(self, x: ir.Value, name: str | None, layer: int) -> ir.Value:
+        """RMSNorm(x), or x where there is no norm."""
+        if name is None:
+            return x
+        attributes = {"epsilon": self.spec.norm_eps, "axis": -1, "stash_type": 1}
+        gain = self._gain(name.format(layer))
+        return self.g.op("RMSNormalization", x, gain, attributes=attributes)
+
+    def _skip_norm(
+        self, x: ir.Value, residual: ir.Value, name: str | None, layer: int
+    ) -> tuple[ir.Value, ir.Value]:
         """RMSNorm(x + residual) and x + residual."""
+        if name is None:
+            total = self.g.op("Add", x, residual)
+            return total, total
         normed, mean, deviation, total = self.g.ops(
             "SkipSimplifiedLayerNormalization",
             x,
             residual,
-            self._gain(name),
+            self._gain(name.format(layer)),
             outputs=4,
             domain=MICROSOFT,
             attributes={"epsilon": self.spec.norm_eps},

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from headrace.exporters.graph.activation import emit_activation
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder
 from headrace.exporters.graph.functions import MIX_WIDTH, row_quant_gated_mlp, row_quant_matmul
 from headrace.exporters.quant.formats import (
@@ -56,7 +57,10 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """Of one gated MLP; a format takes gate and up apart or as `gate_up`."""
+    """Of one gated MLP; a format takes gate and up apart or as `gate_up`.
+
+    `activation` is one of `graph.activation`.
+    """
 
     gate: Weight
     up: Weight
@@ -64,6 +68,7 @@ class MlpWeights:
     down: Weight
     gate_up_bias: Bias | None
     down_bias: Bias | None
+    activation: str
 
 
 class LinearFormat(Protocol):
@@ -85,17 +90,22 @@ class LinearFormat(Protocol):
         ...
 
     def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
-        """down(silu(gate(x)) * up(x)), float32 [N, hidden] -> [N, hidden]."""
+        """down(activation(gate(x)) * up(x)), float32 [N, hidden] -> [N, hidden]."""
         ...
 
 
-def stacked_mlp(fmt: LinearFormat, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
-    """The gated MLP with gate and up as one product."""
+def stacked_mlp(
+    fmt: LinearFormat,
+    g: GraphBuilder,
+    x: ir.Value,
+    weights: MlpWeights,
+    down: Callable[[GraphBuilder, ir.Value, Weight], ir.Value] | None = None,
+) -> ir.Value:
+    """The gated MLP with gate and up as one product; `down` replaces `fmt.linear` for the last."""
     both = add_bias(g, fmt.linear(g, x, weights.gate_up), weights.gate_up_bias)
     gate, up = g.ops("Split", both, outputs=2, attributes={"axis": 1, "num_outputs": 2})
-    # QuickGelu with alpha 1 is SiLU, and has a CPU kernel where SwiGLU has none.
-    silu = g.op("QuickGelu", gate, domain=MICROSOFT, attributes={"alpha": 1.0})
-    return add_bias(g, fmt.linear(g, g.op("Mul", silu, up), weights.down), weights.down_bias)
+    hidden = g.op("Mul", emit_activation(g, gate, weights.activation), up)
+    return add_bias(g, (down or fmt.linear)(g, hidden, weights.down), weights.down_bias)
 
 
 def add_bias(g: GraphBuilder, y: ir.Value, bias: Bias | None) -> ir.Value:
@@ -148,8 +158,8 @@ class RowInt8Format:
     def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
         biased = weights.gate_up_bias is not None or weights.down_bias is not None
         width = weights.down.shape[1]
-        if biased or width % MIX_WIDTH:
-            return stacked_mlp(self, g, x, weights)
+        if biased or width % MIX_WIDTH or weights.activation != "silu":
+            return stacked_mlp(self, g, x, weights, self.mixed_linear)
         mixed = _mixed(weights.down)
         stored = [v for w in (weights.gate, weights.up, mixed) for v in self._columns(g, w)]
         mix = g.constant("mix", mixing_matrix())

@@ -77,7 +77,7 @@ def test_rotation_changes_the_basis_and_not_the_answer(
     tensors, config = read_folder(folder)
     with open_checkpoint(folder) as checkpoint:
         spec = decoder_spec(checkpoint.config)
-        source = RotatedSource(WeightSource(checkpoint), spec)
+        source = RotatedSource(WeightSource(checkpoint.tensors), spec)
         parts = DecoderParts(
             spec=spec,
             weight=source.weight,
@@ -85,7 +85,7 @@ def test_rotation_changes_the_basis_and_not_the_answer(
             layer_format=Float32(),
             head_format=Float32(),
             kv_scales=None,
-            head_matrix=(lambda: source.tied_head_matrix) if tied else None,
+            head_matrix=source.head_matrix,
         )
         with WeightStore(tmp_path, "weights.bin") as store:
             ir.save(build_decoder(parts, store, "ragged"), tmp_path / "rotated.onnx")

@@ -21,7 +21,6 @@ from headrace.exporters.package import export_package
 from headrace.exporters.package import open_checkpoint as open_source
 from headrace.exporters.precision import Rule, find_precision
 from headrace.exporters.validate import GraphRunner
-from headrace.exporters.weight_source import WeightSource
 from headrace.runtime.errors import ExportError
 
 Maker = Callable[..., Path]
@@ -123,7 +122,7 @@ def test_sensitivity_is_that_of_a_package_with_one_weight_quantized(
     source = tiny_checkpoint(tied=tied)
     with open_source(source) as checkpoint:
         spec = decoder_spec(checkpoint.config)
-        parts = decoder_parts(spec, WeightSource(checkpoint), find_precision("auto"))
+        parts = decoder_parts(spec, checkpoint.tensors, find_precision("auto"))
         costs = sensitivity.measure_sensitivity(
             parts, Float32(), lambda name: RowInt8Format(), PROMPT, tmp_path
         )

@@ -142,7 +142,7 @@ def test_unknown_architecture(source: Path, tmp_path: Path, output: Path, capsys
     for place in (source, gguf):
         line = refused_at_once(capsys, place, output)
         assert "'mamba9'" in line
-        assert "known ones: llama" in line
+        assert "known ones: " in line and "llama" in line
 
 
 def test_missing_tokenizer(source: Path, tmp_path: Path, output: Path, capsys: Capture) -> None:
@@ -232,8 +232,7 @@ def test_kept_blocks_that_are_not_finite(field: str) -> None:
     parts[field][1, 0] = np.inf
     blocks = QuantBlocks(4, 32, np.zeros((2, 32), np.uint8), **parts)
     tensor = LazyTensor("w.weight", (2, 32), "Q4_1", blocks.dequantize, lambda: blocks)
-    checkpoint: Any = type("Stub", (), {"tensors": {"w.weight": tensor}})
-    weight = weight_source.WeightSource(checkpoint).weight("w")
+    weight = weight_source.WeightSource({"w.weight": tensor}).weight("w")
     with pytest.raises(CheckpointError, match=r"tensor w\.weight .* not finite"):
         weight.blocks()
 

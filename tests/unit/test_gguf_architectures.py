@@ -34,12 +34,30 @@ def _yarn(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
 
 
+def _gemma(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+    if "final_logit_softcapping" in config:
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _gemma3(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    _gemma(writer, config)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
+    writer.add_rope_freq_base(1000000.0)
+
+
 # Name of the sample, GGUF architecture, its own metadata.
 CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
     "qwen2": (gguf.MODEL_ARCH.QWEN2, _none),
     "qwen2_yarn": (gguf.MODEL_ARCH.QWEN2, _yarn),
     "qwen3": (gguf.MODEL_ARCH.QWEN3, _none),
     "qwen3_bias_untied": (gguf.MODEL_ARCH.QWEN3, _none),
+    "gemma": (gguf.MODEL_ARCH.GEMMA, _none),
+    "gemma2": (gguf.MODEL_ARCH.GEMMA2, _gemma),
+    "gemma3_old_keys": (gguf.MODEL_ARCH.GEMMA3, _gemma3),
 }
 
 
@@ -56,7 +74,8 @@ def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
+    if config["model_type"] != "gemma3_text":
+        writer.add_rope_freq_base(10000.0)
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -67,6 +86,8 @@ def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
     for tensor, values in load_file(folder / "model.safetensors").items():
         new = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert new is not None, tensor
+        if config["model_type"].startswith("gemma") and values.ndim == 1:
+            values = values + np.float32(1)
         writer.add_tensor(new, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

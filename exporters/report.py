@@ -22,8 +22,9 @@ def precision_report(
 ) -> dict[str, Any]:
     """Plain data.
 
-    `rotation` is what `rotation.rotation_report` says, `looked_up` is the name of an embedding that is not the head, too. `mean_kl_nats` of a tensor is
-    what its format alone costs, None where that was not measured.
+    `rotation` is what `rotation.rotation_report` says. `looked_up` is the name of an embedding that
+    is not the head, too. `mean_kl_nats` of a tensor is what its format alone costs, None where that
+    was not measured.
     """
     return {
         "precision": target.precision,

@@ -22,7 +22,7 @@ from headrace.runtime.encoder_manifest import EncoderManifest
 from headrace.runtime.errors import EngineClosedError, PackageError, RequestError
 from headrace.runtime.manifest import package_path
 from headrace.runtime.pooling import normalized, pool
-from headrace.runtime.text_batches import plan_calls
+from headrace.runtime.text_batches import call_tokens, plan_calls
 
 Float = NDArray[np.float32]
 
@@ -31,6 +31,7 @@ class Encoder(Protocol):
     """What an embedder needs of a device: `backends.cpu_avx512.encoder.CpuEncoder`."""
 
     name: str
+    num_threads: int
 
     def run(self, calls: Sequence[Sequence[Sequence[int]]]) -> Iterable[Float]:
         """Last hidden states of each call, in order: float32 [N, hidden] of all tokens, text after
@@ -130,11 +131,12 @@ class Embedder:
         cut = {i: self._cutting.encode(texts[i]).ids for i in _longer(num_tokens, self.max_tokens)}
         ids = [cut.get(i, tokens) for i, tokens in enumerate(ids)]
         vectors = np.empty((len(ids), self.dim), np.float32)
-        calls = plan_calls([len(tokens) for tokens in ids])
+        lengths = [len(tokens) for tokens in ids]
+        calls = plan_calls(lengths, call_tokens(sum(lengths), self._encoder.num_threads))
         states = self._encoder.run([[ids[i] for i in call] for call in calls])
         for call, found in zip(calls, states, strict=True):
-            lengths = [1] * len(call) if self.pooling == "cls" else [len(ids[i]) for i in call]
-            vectors[call] = pool(found, lengths, self.pooling)
+            rows = [1] * len(call) if self.pooling == "cls" else [lengths[i] for i in call]
+            vectors[call] = pool(found, rows, self.pooling)
         if self.normalized:
             vectors = normalized(vectors)
         return Embeddings(vectors, num_tokens, self.max_tokens)

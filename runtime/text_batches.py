@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Tokens of one call. Its activations should stay in a core's cache: more is slower.
-CALL_TOKENS = 256
+# Tokens of one call: enough for efficient products, few enough for activations to stay in cache.
+_MAX_TOKENS, _MIN_TOKENS = 512, 128
+_CALLS_PER_THREAD = 2  # at least, so that threads end at about the same time
 # Padding that attention may have in a call, as a share of its texts' rectangle.
 _MAX_PADDING = 0.25
 
 
-def plan_calls(lengths: Sequence[int], call_tokens: int = CALL_TOKENS) -> list[list[int]]:
+def call_tokens(total_tokens: int, num_threads: int) -> int:
+    """How many tokens a call should hold at most where `num_threads` calls run at once."""
+    share = -(-total_tokens // (num_threads * _CALLS_PER_THREAD))
+    return min(max(share, _MIN_TOKENS), _MAX_TOKENS)
+
+
+def plan_calls(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Indices of texts, grouped: the longest first, neighbours in length together.
 
-    A call holds `call_tokens` tokens at most, or one text. Padding is what attention computes
+    A call holds `room` tokens at most, or one text. Padding is what attention computes
     beyond its texts: each is as wide as the longest of its call.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -23,7 +30,7 @@ def plan_calls(lengths: Sequence[int], call_tokens: int = CALL_TOKENS) -> list[l
         if calls:
             count, longest = len(calls[-1]) + 1, lengths[calls[-1][0]]
             padding = 1 - (tokens + lengths[i]) / (count * longest)
-            if tokens + lengths[i] <= call_tokens and padding <= _MAX_PADDING:
+            if tokens + lengths[i] <= room and padding <= _MAX_PADDING:
                 calls[-1].append(i)
                 tokens += lengths[i]
                 continue

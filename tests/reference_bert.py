@@ -30,7 +30,8 @@ class ReferenceBert:
         self.layers = self.config["n_layers" if distil else "num_hidden_layers"]
         self.heads = self.config["n_heads" if distil else "num_attention_heads"]
         self.activation = _ACTIVATIONS[self.config["activation" if distil else "hidden_act"]]
-        self.first = self.config["pad_token_id"] + 1 if self.kind == "roberta" else 0
+        offset = self.kind in ("roberta", "xlm-roberta", "camembert")
+        self.first = self.config["pad_token_id"] + 1 if offset else 0
 
     def states(self, ids: Sequence[int]) -> Float64:
         """float64 [len(ids), hidden]."""

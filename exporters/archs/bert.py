@@ -5,7 +5,7 @@ They differ in their names, in the position of the first token, and in whether t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from headrace.exporters.archs.config_keys import (
@@ -32,6 +32,10 @@ _INERT = (
     "attention_probs_dropout_prob",
     "hidden_dropout_prob",
     "directionality",
+    "export_model_type",
+    "finetuning_task",
+    "num_labels",
+    "output_past",
     "pooler_fc_size",
     "pooler_num_attention_heads",
     "pooler_num_fc_layers",
@@ -43,6 +47,7 @@ _INERT = (
     "tie_weights_",
     "tie_word_embeddings",
 )
+_FIRST_TENSOR = "embeddings.word_embeddings.weight"
 _BERT_LAYER = EncoderLayerNames(
     query="encoder.layer.{}.attention.self.query",
     key="encoder.layer.{}.attention.self.key",
@@ -70,7 +75,7 @@ def is_encoder(config: Mapping[str, object]) -> bool:
     return config.get("model_type") in _BY_MODEL_TYPE
 
 
-def encoder_spec(config: Mapping[str, object], tensors: Container[str]) -> EncoderSpec:
+def encoder_spec(config: Mapping[str, object], tensors: Iterable[str]) -> EncoderSpec:
     """Read config.json keys into a spec.
 
     Args:
@@ -103,13 +108,11 @@ def encoder_spec(config: Mapping[str, object], tensors: Container[str]) -> Encod
     return spec
 
 
-def _bert(
-    config: Mapping[str, object], tensors: Container[str], *, prefix: str, offset: bool
-) -> EncoderSpec:
+def _bert(config: Mapping[str, object], tensors: Iterable[str], *, offset: bool) -> EncoderSpec:
     """`offset`: positions start behind the padding token, as in RoBERTa."""
     require_value(config, "position_embedding_type", "absolute")
-    first = get_int(config, "pad_token_id", 1) + 1 if offset else 0
-    before = _prefix(tensors, prefix)
+    first = _padding_id(config) + 1 if offset else 0
+    before = _prefix(tensors)
     return EncoderSpec(
         architecture=str(config["model_type"]),
         vocab_size=get_int(config, "vocab_size"),
@@ -130,8 +133,8 @@ def _bert(
     )
 
 
-def _distilbert(config: Mapping[str, object], tensors: Container[str]) -> EncoderSpec:
-    before = _prefix(tensors, "distilbert.")
+def _distilbert(config: Mapping[str, object], tensors: Iterable[str]) -> EncoderSpec:
+    before = _prefix(tensors)
     return EncoderSpec(
         architecture="distilbert",
         vocab_size=get_int(config, "vocab_size"),
@@ -152,6 +155,13 @@ def _distilbert(config: Mapping[str, object], tensors: Container[str]) -> Encode
     )
 
 
+def _padding_id(config: Mapping[str, object]) -> int:
+    value = config.get("pad_token_id", 1)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"config.json: pad_token_id={value!r} is not a token id")
+    return value
+
+
 def _activation(config: Mapping[str, object], key: str) -> str:
     name = config.get(key, "gelu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
@@ -161,8 +171,10 @@ def _activation(config: Mapping[str, object], key: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _prefix(tensors: Container[str], prefix: str) -> str:
-    return prefix if f"{prefix}embeddings.word_embeddings.weight" in tensors else ""
+def _prefix(tensors: Iterable[str]) -> str:
+    """What a model with a head, or a wrapper, puts before its encoder's names."""
+    found = (name for name in tensors if name.endswith(_FIRST_TENSOR))
+    return next(found, _FIRST_TENSOR).removesuffix(_FIRST_TENSOR)
 
 
 def _with_prefix(names: EncoderLayerNames, prefix: str) -> EncoderLayerNames:
@@ -178,9 +190,9 @@ def _with_prefix(names: EncoderLayerNames, prefix: str) -> EncoderLayerNames:
     )
 
 
-_roberta = partial(_bert, prefix="roberta.", offset=True)
-_BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object], Container[str]], EncoderSpec]] = {
-    "bert": partial(_bert, prefix="bert.", offset=False),
+_roberta = partial(_bert, offset=True)
+_BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object], Iterable[str]], EncoderSpec]] = {
+    "bert": partial(_bert, offset=False),
     "roberta": _roberta,
     "xlm-roberta": _roberta,
     "camembert": _roberta,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from headrace.exporters.checkpoint.gguf import open_gguf
 from headrace.exporters.checkpoint.gguf_header import MAGIC
+from headrace.exporters.checkpoint.onnx_folder import find_onnx, open_onnx
 from headrace.exporters.checkpoint.pickle_files import HEAD_BYTES, is_pickle, pickle_refusal
 from headrace.exporters.checkpoint.safetensors import is_safetensors, open_file, open_folder
 from headrace.exporters.checkpoint.values import (
@@ -30,13 +31,15 @@ __all__ = [
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file, a Hugging Face folder, or a safetensors file beside its config.json.
 
+    A folder has safetensors, or, for an encoder, an ONNX file in their place.
+
     Raises:
         CheckpointError: nothing is there, it is no checkpoint, it is damaged, or its weights are
             pickle files.
     """
     try:
         if path.is_dir():
-            return open_folder(path)
+            return _open_folder(path)
         head = _first_bytes(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
@@ -54,6 +57,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         f"{path} is not a checkpoint: neither GGUF nor safetensors; give a .gguf file or a folder "
         "with config.json and *.safetensors"
     )
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    """Safetensors where there are any, else ONNX."""
+    has_safetensors = any(folder.glob("*.safetensors*"))  # an index counts
+    onnx = None if has_safetensors else find_onnx(folder)
+    return open_folder(folder) if onnx is None else open_onnx(folder, onnx)
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -150,7 +150,7 @@ class Checkpoint:
     """An open checkpoint: use it in a `with` block, or close it.
 
     Attributes:
-        format: "gguf" or "safetensors".
+        format: "gguf", "safetensors" or "onnx".
         path: what was opened.
         weight_files: the files that hold tensors.
         config: Hugging Face config.json keys.

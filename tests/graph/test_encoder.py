@@ -40,7 +40,7 @@ def expected(source: Path, pooling: str = "mean", normalize: bool = True) -> np.
     return np.array([reference.vector(i, pooling, normalize) for i in ids])
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta", "distilbert"])
 def test_float32_is_the_reference(tmp_path: Path, model_type: str) -> None:
     source, folder = package(tmp_path, "fp32", model_type)
     with Embedder.load(folder) as embedder:

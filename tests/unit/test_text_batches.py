@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime.text_batches import plan_calls
+from headrace.runtime.text_batches import call_tokens, plan_calls
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(1, 600))
@@ -24,3 +24,9 @@ def test_neighbours_in_length_share_calls() -> None:
 
 def test_full_calls_where_lengths_allow() -> None:
     assert [len(call) for call in plan_calls([16] * 40, 256)] == [16, 16, 8]
+
+
+def test_calls_are_for_every_thread_and_not_too_small() -> None:
+    assert call_tokens(100, 4) == 128
+    assert call_tokens(2000, 4) == 250
+    assert call_tokens(100_000, 2) == 512

@@ -97,5 +97,5 @@ def show(figures: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> Non
         return
     machine, found = figures["hardware"], figures["versions"]
     print(f"{machine['cpu_name']}, {machine['usable_cores']} cores", end=", ")
-    print(f"onnxruntime {found.get('onnxruntime')}, headrace {found['headrace']}")
+    print(f"onnxruntime {found.get('onnxruntime')}, headrace {found.get('headrace')}")
     print("\n".join(lines))

@@ -61,6 +61,8 @@ def stream_obstacle(spec: DecoderSpec) -> str | None:
     """Why the residual stream cannot be rotated; None where it can."""
     if spec.layer.attention_post_norm or spec.layer.mlp_post_norm:
         return "what layers add to the residual stream is normalized"
+    if spec.norm == "layer":
+        return "LayerNorm subtracts the mean of channels, which a rotation moves"
     return None
 
 
@@ -85,7 +87,7 @@ class RotatedSource:
         for i in layers:
             for norm, readers in (
                 (names.attention_norm, (names.query, names.key, names.value)),
-                (names.mlp_norm, (names.gate, names.up)),
+                (names.mlp_norm, [n for n in (names.gate, names.up) if n is not None]),
             ):
                 if norm is not None:
                     gain = f"{norm.format(i)}.weight"

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.tensors import expected_tensors
+from headrace.exporters.checkpoint.hf_config import normalize_config
 
 _SHAPE = {
     "vocab_size": 256,
@@ -79,12 +80,66 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
         "tie_word_embeddings": True,
     },
+    "olmo2": {"model_type": "olmo2", "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    "olmo2_untied": {"model_type": "olmo2", "attention_bias": True},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+        "tie_word_embeddings": True,
+    },
+    "granite_untied": {
+        "model_type": "granite",
+        "attention_multiplier": 0.2,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 7, "pad_token_id": 0},
+    "phi3_partial_longrope": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "head_dim": 32,
+        "hidden_size": 128,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.5, 1.7, 2.0],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0, 12.0, 16.0],
+        },
+        "tie_word_embeddings": True,
+    },
+    "stablelm": {
+        "model_type": "stablelm",
+        "hidden_size": 256,
+        "use_qkv_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "stablelm_half": {"model_type": "stablelm", "hidden_size": 128, "partial_rotary_factor": 0.5},
+    "gpt2": {"model_type": "gpt2", "n_inner": 192, "tie_word_embeddings": True},
+    "gpt2_untied": {"model_type": "gpt2", "tie_word_embeddings": False},
 }
+_GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+# Longer ones would be computed with other tables than transformers takes for short texts.
+CONTEXTS = {"phi3_partial_longrope": 64}
 
 
 def config_of(name: str) -> dict[str, Any]:
     """Keys of config.json."""
-    return {**_SHAPE, **CONFIGS[name]}
+    config = {**_SHAPE, **CONFIGS[name]}
+    if config["model_type"] != "gpt2":
+        return config
+    kept = {
+        k: v for k, v in config.items() if k not in ("intermediate_size", "num_key_value_heads")
+    }
+    return {_GPT2_NAMES.get(key, key): value for key, value in kept.items()}
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -95,12 +150,13 @@ def write_model(name: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     rng = np.random.default_rng(0)
     tensors = {}
-    spec = decoder_spec(config)
+    spec = decoder_spec(normalize_config(config, (), folder))
     mean = 1 - spec.gain_offset
     for tensor, shape in expected_tensors(spec):
         values = rng.standard_normal(shape).astype(np.float32)
         is_matrix = len(shape) == 2
-        tensors[tensor] = values * (2 / shape[-1] ** 0.5) if is_matrix else mean + 0.2 * values
+        average = 0.0 if tensor.endswith("bias") else mean
+        tensors[tensor] = values * (2 / shape[-1] ** 0.5) if is_matrix else average + 0.2 * values
     save_file(tensors, folder / "model.safetensors")
     tiny.tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -104,7 +104,7 @@ def _ropes(config: Mapping[str, object], head_dim: int) -> tuple[RopeSpec, RopeS
         said = dict(nested.get(name, {}))
         base = get_float(said, "rope_theta", theta)
         said.pop("rope_theta", None)
-        found.append(RopeSpec(theta=base, dim=head_dim, scaling=read_scaling(config, said)))
+        found.append(RopeSpec(theta=base, dim=head_dim, scaling=read_scaling(config, said, {})))
     return found[0], found[1]
 
 

@@ -57,11 +57,14 @@ def llama_like(
     architecture: str,
     head_dim: int | None = None,
     tied: bool = False,
+    rotary_share: float = 1.0,
+    rope_names: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> DecoderSpec:
     """A llama without biases, but for `changes`, which are fields of the spec.
 
-    `head_dim` and `tied` hold where the configuration does not say.
+    `head_dim`, `tied` and `rotary_share` (of a head that turns) hold where the configuration does
+    not say; `rope_names` are what the family calls types of rotary scaling.
     """
     hidden_size = get_int(config, "hidden_size")
     num_heads = get_int(config, "num_attention_heads")
@@ -71,7 +74,6 @@ def llama_like(
     fields: dict[str, Any] = {
         "vocab_size": get_int(config, "vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": get_int(config, "intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": get_int(config, "num_key_value_heads", num_heads),
@@ -89,7 +91,10 @@ def llama_like(
         "layer": LAYER,
     } | changes
     if "attention" not in fields:
-        fields["attention"] = (AttentionSpec(rope=read_rope(config, head_dim)),) * num_layers
+        rope = read_rope(config, head_dim, share=rotary_share, names=rope_names)
+        fields["attention"] = (AttentionSpec(rope=rope),) * num_layers
+    if "intermediate_size" not in fields:
+        fields["intermediate_size"] = get_int(config, "intermediate_size")
     if "activation" not in fields:
         fields["activation"] = get_activation(config, "hidden_act")
     return DecoderSpec(architecture=architecture, **fields)

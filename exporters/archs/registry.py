@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from headrace.exporters.archs import gemma, llama, mistral, qwen
+from headrace.exporters.archs import (
+    gemma,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen,
+    stablelm,
+)
 from headrace.exporters.archs.bert import is_encoder
 from headrace.exporters.archs.config_keys import ReadKeys
 from headrace.exporters.archs.spec import DecoderSpec
@@ -13,7 +23,7 @@ from headrace.runtime.errors import CheckpointError, UnsupportedArchitectureErro
 # Rotary tables are as long as the context: beyond this a value is a mistake, not a model.
 _MAX_CONTEXT_TOKENS = 1 << 24
 
-_MODULES = (gemma, llama, mistral, qwen)
+_MODULES = (gemma, gpt2, granite, llama, mistral, olmo, phi3, qwen, stablelm)
 _BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object]], DecoderSpec]] = {
     model_type: module.spec_from_config for module in _MODULES for model_type in module.MODEL_TYPES
 }
@@ -44,11 +54,18 @@ def decoder_spec(config: Mapping[str, object]) -> DecoderSpec:
             f"config.json: {spec.num_heads} attention heads cannot share "
             f"{spec.num_kv_heads} key-value heads"
         )
-    if spec.head_dim % 16:
+    multiple = 16 if spec.ropes else 8
+    if spec.head_dim % multiple:
         raise CheckpointError(
-            f"config.json: head_dim={spec.head_dim} is not a multiple of 16, which the attention "
-            "operator asks for"
+            f"config.json: head_dim={spec.head_dim} is not a multiple of {multiple}, which the "
+            "attention operator asks for"
         )
+    for rope in spec.ropes:
+        if rope.dim % 16 or not 0 < rope.dim <= spec.head_dim:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor turns {rope.dim} channels of a head, which is "
+                "not a multiple of 16, as the attention operator asks for"
+            )
     if spec.context_tokens > _MAX_CONTEXT_TOKENS:
         raise CheckpointError(
             f"config.json: max_position_embeddings={spec.context_tokens} is more than "

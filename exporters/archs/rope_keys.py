@@ -27,11 +27,17 @@ _NEED_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def read_rope(
-    config: Mapping[str, object], head_dim: int, *, theta: float = 10000.0, share: float = 1.0
+    config: Mapping[str, object],
+    head_dim: int,
+    *,
+    theta: float = 10000.0,
+    share: float = 1.0,
+    names: Mapping[str, str] | None = None,
 ) -> RopeSpec:
     """Rotary embedding of a flat configuration.
 
-    `theta` and `share` (of a head that turns) hold where the configuration does not say.
+    `theta` and `share` (of a head that turns) hold where the configuration does not say; `names`
+    are what a family calls types of scaling.
 
     Raises:
         CheckpointError: `rope_scaling` is of an unknown type or has an unknown key.
@@ -39,11 +45,13 @@ def read_rope(
     return RopeSpec(
         theta=get_float(config, "rope_theta", theta),
         dim=int(head_dim * get_float(config, "partial_rotary_factor", share)),
-        scaling=read_scaling(config, config.get("rope_scaling")),
+        scaling=read_scaling(config, config.get("rope_scaling"), names or {}),
     )
 
 
-def read_scaling(config: Mapping[str, object], value: object) -> dict[str, object] | None:
+def read_scaling(
+    config: Mapping[str, object], value: object, names: Mapping[str, str]
+) -> dict[str, object] | None:
     """A `rope_scaling` with its defaults filled in; None where it scales nothing."""
     original = get_int(config, "original_max_position_embeddings", 0)
     if value is None:
@@ -56,6 +64,8 @@ def read_scaling(config: Mapping[str, object], value: object) -> dict[str, objec
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "default"):
         return None
+    if isinstance(kind, str) and kind in names:
+        scaling["rope_type"] = kind = names[kind]
     if not isinstance(kind, str) or kind not in KNOWN_KEYS:
         raise CheckpointError(
             f"rope_scaling type {kind!r} is not supported; known: {', '.join(KNOWN_KEYS)}"

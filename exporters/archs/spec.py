@@ -24,11 +24,11 @@ class AttentionSpec:
     """What differs between the attention of two layers.
 
     Attributes:
-        rope: how positions enter queries and keys.
+        rope: how positions enter queries and keys, if they do.
         window_tokens: how many of the latest tokens one sees, itself included; None for all.
     """
 
-    rope: RopeSpec
+    rope: RopeSpec | None
     window_tokens: int | None = None
 
 
@@ -46,7 +46,7 @@ class LayerNames:
     value: str
     output: str
     mlp_norm: str | None
-    gate: str
+    gate: str | None
     up: str
     down: str
     query_norm: str | None = None
@@ -66,10 +66,31 @@ class LayerNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Weights that a checkpoint stores as one, or transposed; `{}` stands for the layer number.
+
+    Attributes:
+        name: in the checkpoint.
+        parts: names that `LayerNames` has for pieces of it, one after the other along outputs.
+        transposed: stored [in, out].
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """A decoder with grouped-query attention and an MLP.
 
     Attributes:
+        norm: "rms", or "layer" for LayerNorm with a bias.
+        stored: how the checkpoint stores weights, where that is not one tensor each.
+        positions: checkpoint name of learned vectors [context, hidden] that embeddings have added.
+        wide_head_norms: query and key are normalized across all heads, not each head by itself.
+        residual_scale: what a layer's parts are multiplied with before the residual stream has
+            them added. `logits_scale` likewise for logits.
         gain_offset: gains of norms are this more than the checkpoint says.
         attention: of each layer.
         attention_scale: what scores are multiplied with.
@@ -101,6 +122,12 @@ class DecoderSpec:
     final_norm: str
     head: str
     layer: LayerNames
+    norm: str = "rms"
+    stored: tuple[StoredTensor, ...] = ()
+    positions: str | None = None
+    wide_head_norms: bool = False
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     gain_offset: float = 0.0
     attention_softcap: float | None = None
     logits_softcap: float | None = None
@@ -111,6 +138,6 @@ class DecoderSpec:
         """Each once, in the order of the first layer that has it."""
         found: list[RopeSpec] = []
         for attention in self.attention:
-            if attention.rope not in found:
+            if attention.rope is not None and attention.rope not in found:
                 found.append(attention.rope)
         return found

@@ -5,18 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.exporters.archs.spec import DecoderSpec
+from headrace.exporters.archs.tensors import linear_shapes
 from headrace.exporters.checkpoint.values import LazyTensor
 
 
 def tensor_views(spec: DecoderSpec, tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
-    """The same tensors, norms with the gains that they multiply with."""
-    if not spec.gain_offset:
+    """Every weight under its name in the spec, norms with the gains that they multiply with."""
+    if not spec.gain_offset and not spec.stored:
         return tensors
+    views = dict(tensors)
+    shapes = linear_shapes(spec)
+    for layer in range(spec.num_layers):
+        for stored in spec.stored:
+            for kind in ("weight", "bias"):
+                whole = tensors.get(f"{stored.name.format(layer)}.{kind}")
+                if whole is None:
+                    continue
+                if stored.transposed and kind == "weight":
+                    whole = whole.transposed()
+                start = 0
+                for part in stored.parts:
+                    stop = start + shapes[part][0][0]
+                    name = f"{part.format(layer)}.{kind}"
+                    views[name] = whole.rows(start, stop, name)
+                    start = stop
     names = spec.layer
     norms = [*names.norms(), *(n for n in (names.query_norm, names.key_norm) if n is not None)]
     gains = {f"{n.format(i)}.weight" for n in norms for i in range(spec.num_layers)}
-    gains.add(f"{spec.final_norm}.weight")
-    return {
-        name: tensor.plus(spec.gain_offset) if name in gains else tensor
-        for name, tensor in tensors.items()
-    }
+    for name in (*gains, f"{spec.final_norm}.weight"):
+        if spec.gain_offset and name in views:
+            views[name] = views[name].plus(spec.gain_offset)
+    return views

@@ -101,6 +101,8 @@ def _rename(
         if module is not None and (heads := architecture.interleaved.get(module)):
             order = _half_split_order(tensor, config[heads], path)
         tensors[new] = _lazy(file, tensor, new, order)
+        if module in architecture.transposed and len(tensor.shape) == 2:
+            tensors[new] = tensors[new].transposed()
         if architecture.gain_offset and len(tensor.shape) == 1:
             tensors[new] = tensors[new].plus(-architecture.gain_offset)
     return tensors

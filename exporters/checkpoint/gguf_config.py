@@ -139,7 +139,11 @@ def read_config(
         return value
 
     heads, hidden = size("attention.head_count"), size("embedding_length")
-    head_dim = size("attention.key_length", size("rope.dimension_count", max(1, hidden // heads)))
+    width = max(1, hidden // heads)
+    turned = metadata.maybe_integer(f"{prefix}.rope.dimension_count")
+    if turned is not None and hidden % heads:
+        width = turned
+    head_dim = size("attention.key_length", width)
     config = Config(
         architectures=[architecture.hf_class],
         model_type=architecture.model_type,
@@ -164,6 +168,8 @@ def read_config(
     )
     if (theta := metadata.maybe_number(f"{prefix}.rope.freq_base")) is not None:
         config["rope_theta"] = theta
+    if turned is not None and turned != head_dim:
+        config["partial_rotary_factor"] = turned / head_dim
     _refuse_variants(metadata, prefix, head_dim)
     return config
 
@@ -197,13 +203,12 @@ def _refuse_variants(metadata: GgufMetadata, prefix: str, head_dim: int) -> None
         raise CheckpointError(
             f"{metadata.path} is a mixture of experts, which is not supported for {prefix!r}"
         )
-    for key in ("attention.value_length", "rope.dimension_count"):
-        value = metadata.maybe_integer(f"{prefix}.{key}")
-        if value not in (None, head_dim):
-            raise CheckpointError(
-                f"{metadata.path}: {prefix}.{key} is {value} for heads of {head_dim}; "
-                "partial rotary embeddings and uneven heads are not supported"
-            )
+    value = metadata.maybe_integer(f"{prefix}.attention.value_length")
+    if value not in (None, head_dim):
+        raise CheckpointError(
+            f"{metadata.path}: {prefix}.attention.value_length is {value} for heads of {head_dim}; "
+            "uneven heads are not supported"
+        )
 
 
 def refuse_unread(metadata: GgufMetadata) -> None:

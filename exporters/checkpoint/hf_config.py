@@ -10,6 +10,17 @@ from headrace.runtime.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 
+# Keys of families that have their own names for what all have.
+_RENAMED = {
+    "gpt2": {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "intermediate_size",
+    }
+}
+
 
 def normalize_config(raw: dict[str, object], tensors: Container[str], path: Path) -> Config:
     """One form for the keys that changed over time; other keys stay as they are.
@@ -31,6 +42,9 @@ def normalize_config(raw: dict[str, object], tensors: Container[str], path: Path
             f"{path} says that the weights are already quantized ({method!r}); "
             "export the original checkpoint instead"
         )
+    for old, new in _RENAMED.get(model_type, {}).items():
+        if old in config:
+            config[new] = config.pop(old)
     _set_rope(config)
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
     return config

@@ -17,7 +17,8 @@ class GgufArchitecture:
     Attributes:
         hf_class, model_type: of config.json.
         model: GGUF module -> Hugging Face module, for the whole model.
-        layer: the same for a block; "blk.3." becomes "model.layers.3.".
+        layer: the same for a block; "blk.3." becomes "model.layers.3." (or another `layer_prefix`).
+        transposed: block modules that the converter transposed.
         interleaved: block modules whose rows the converter reordered from rotary halves to
             interleaved pairs, with the config key that counts their heads.
         derived: tensors that repeat what the metadata says, not read.
@@ -32,6 +33,8 @@ class GgufArchitecture:
     model_type: str
     model: Mapping[str, str]
     layer: Mapping[str, str]
+    layer_prefix: str = "model.layers"
+    transposed: frozenset[str] = frozenset()
     interleaved: Mapping[str, str] = field(default_factory=dict)
     derived: frozenset[str] = frozenset()
     numbers: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +131,71 @@ _GEMMA3 = dataclasses.replace(
         "rope.freq_base_swa": "rope_local_base_freq",
     },
 )
+_OLMO2 = GgufArchitecture(
+    hf_class="Olmo2ForCausalLM",
+    model_type="olmo2",
+    model=_MODEL,
+    layer=_LAYER
+    | _HEAD_NORMS
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    numbers=_RMS,
+    present=_BIAS,
+    config=_SILU,
+)
+_GRANITE = dataclasses.replace(
+    _LLAMA,
+    hf_class="GraniteForCausalLM",
+    model_type="granite",
+    maybe_numbers={
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+)
+_PHI3 = GgufArchitecture(
+    hf_class="Phi3ForCausalLM",
+    model_type="phi3",
+    model=_MODEL,
+    layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    numbers=_RMS,
+    maybe_numbers={"attention.sliding_window": "sliding_window"},
+    config=_SILU,
+)
+_STABLELM = GgufArchitecture(
+    hf_class="StableLmForCausalLM",
+    model_type="stablelm",
+    model=_MODEL,
+    layer=_LAYER,
+    numbers={"attention.layer_norm_epsilon": "layer_norm_eps"},
+    present={"use_qkv_bias": "blk.0.attn_q.bias"},
+    config=_SILU,
+)
+_GPT2 = GgufArchitecture(
+    hf_class="GPT2LMHeadModel",
+    model_type="gpt2",
+    model={
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    layer={
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+    layer_prefix="transformer.h",
+    transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
+    numbers={"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    config={"activation_function": "gelu_new"},
+)
 
 # By `general.architecture`.
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
@@ -137,6 +205,11 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
+    "olmo2": _OLMO2,
+    "granite": _GRANITE,
+    "phi3": _PHI3,
+    "stablelm": _STABLELM,
+    "gpt2": _GPT2,
 }
 
 
@@ -148,7 +221,7 @@ def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
     if module in architecture.model:
         return f"{architecture.model[module]}.{kind}"
     if (block := block_module(name)) and block[1] in architecture.layer:
-        return f"model.layers.{block[0]}.{architecture.layer[block[1]]}.{kind}"
+        return f"{architecture.layer_prefix}.{block[0]}.{architecture.layer[block[1]]}.{kind}"
     return None
 
 

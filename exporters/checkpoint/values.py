@@ -94,6 +94,37 @@ class LazyTensor:
 
         return dataclasses.replace(self, loader=load, block_loader=None)
 
+    def rows(self, start: int, stop: int, name: str) -> LazyTensor:
+        """A view of some rows, or of some values of a vector."""
+
+        def part_of_blocks() -> QuantBlocks:
+            whole = self.blocks()
+            assert whole is not None
+            offsets = None if whole.offsets is None else whole.offsets[start:stop]
+            return dataclasses.replace(
+                whole,
+                codes=whole.codes[start:stop],
+                scales=whole.scales[start:stop],
+                offsets=offsets,
+            )
+
+        return dataclasses.replace(
+            self,
+            name=name,
+            shape=(stop - start, *self.shape[1:]),
+            loader=lambda: self.load()[start:stop],
+            block_loader=None if self.block_loader is None else part_of_blocks,
+        )
+
+    def transposed(self) -> LazyTensor:
+        """A view with rows and columns exchanged."""
+        return dataclasses.replace(
+            self,
+            shape=self.shape[::-1],
+            loader=lambda: np.ascontiguousarray(self.load().T),
+            block_loader=None,
+        )
+
     def blocks(self) -> QuantBlocks | None:
         """The stored blocks of a Q4_0, Q4_1 or Q8_0 matrix; None for any other type."""
         return None if self.block_loader is None else self.block_loader()

@@ -41,7 +41,7 @@ class Attention:
     cache.
 
     Args:
-        gain: finds the gain of a norm by its checkpoint name without `.weight`.
+        vector: finds the gain of a norm by its checkpoint name.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class Attention:
         scales: KvScales | None,
         g: GraphBuilder,
         step: StepInputs,
-        gain: Callable[[str], ir.Value],
+        vector: Callable[[str], ir.Value],
     ) -> None:
-        self._spec, self._scales, self._g, self._step, self._gain = spec, scales, g, step, gain
+        self._spec, self._scales, self._g, self._step = spec, scales, g, step
+        self._vector = vector
         # Rows of packed positions beyond the context can occur as padding of the longest row.
         self._table_rows = spec.context_tokens + io.MAX_ROW_TOKENS
         self._ropes = [self._rope(i, rope) for i, rope in enumerate(spec.ropes)]
@@ -65,7 +66,9 @@ class Attention:
         attention = spec.attention[layer]
         past_key, past_value = self._cache_inputs(layer)
         key_scale, value_scale = self._cache_scales(layer)
-        cos, sin, position_ids = self._ropes[spec.ropes.index(attention.rope)]
+        cos = sin = position_ids = None
+        if attention.rope is not None:
+            cos, sin, position_ids = self._ropes[spec.ropes.index(attention.rope)]
         inputs = [
             self._unpacked(layer, qkv),
             None,
@@ -91,7 +94,7 @@ class Attention:
             "num_heads": spec.num_heads,
             "kv_num_heads": spec.num_kv_heads,
             "scale": spec.attention_scale,
-            "do_rotary": 1,
+            "do_rotary": int(attention.rope is not None),
         }
         if spec.attention_softcap is not None:
             attributes["softcap"] = spec.attention_softcap
@@ -116,22 +119,27 @@ class Attention:
         spec, g, names = self._spec, self._g, self._spec.layer
         if names.query_norm is None or names.key_norm is None:
             return g.op("Gather", qkv, self._step.gather)
-        counts = g.constant(
-            "head_counts", _ints(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        )
-        heads = g.op("Reshape", qkv, g.constant("by_head", _ints(0, -1, spec.head_dim)))
-        query, key, value = g.ops("Split", heads, counts, outputs=3, attributes={"axis": 1})
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        if spec.wide_head_norms:
+            widths = g.constant("head_widths", _ints(*(n * spec.head_dim for n in heads)))
+            parts = g.ops("Split", qkv, widths, outputs=3, attributes={"axis": 1})
+        else:
+            by_head = g.op("Reshape", qkv, g.constant("by_head", _ints(0, -1, spec.head_dim)))
+            counts = g.constant("head_counts", _ints(*heads))
+            parts = g.ops("Split", by_head, counts, outputs=3, attributes={"axis": 1})
         normed = [
             g.op(
                 "RMSNormalization",
                 part,
-                self._gain(name.format(layer)),
+                self._vector(f"{name.format(layer)}.weight"),
                 attributes={"epsilon": spec.norm_eps, "axis": -1, "stash_type": 1},
             )
-            for part, name in ((query, names.query_norm), (key, names.key_norm))
+            for part, name in zip(parts, (names.query_norm, names.key_norm), strict=False)
         ]
-        heads = g.op("Concat", *normed, value, attributes={"axis": 1})
-        unpacked = g.op("Gather", heads, self._step.gather)
+        joined = g.op("Concat", *normed, parts[2], attributes={"axis": 1})
+        unpacked = g.op("Gather", joined, self._step.gather)
+        if spec.wide_head_norms:
+            return unpacked
         return g.op("Reshape", unpacked, g.constant("heads_joined", _ints(0, 0, -1)))
 
     def _rope(self, number: int, rope: RopeSpec) -> tuple[ir.Value, ir.Value, ir.Value | None]:

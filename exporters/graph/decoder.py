@@ -23,6 +23,7 @@ from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.graph.attention import Attention, KvScales
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.linear import Bias, LinearFormat, MlpWeights, Weight, add_bias
+from headrace.exporters.graph.positions import emit_positions
 from headrace.exporters.graph.probabilities import emit_probabilities
 from headrace.exporters.graph.step_inputs import StepInputs, step_inputs
 from headrace.exporters.graph.weights import WeightStore
@@ -71,7 +72,7 @@ class _Decoder:
 
     def __init__(self, parts: DecoderParts, g: GraphBuilder, step: StepInputs) -> None:
         self.parts, self.spec, self.g, self.step = parts, parts.spec, g, step
-        self.attention = Attention(parts.spec, parts.kv_scales, g, step, self._gain)
+        self.attention = Attention(parts.spec, parts.kv_scales, g, step, self._vector)
 
     def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step
@@ -117,18 +118,25 @@ class _Decoder:
                 residual = g.op("Gather", residual, self.step.logits_index)
                 g.next_row_set()
             output = self._linear(attended, names.output.format(layer), bias=spec.output_bias)
-            output = self._norm(output, names.attention_post_norm, layer)
+            output = self._added(self._norm(output, names.attention_post_norm, layer))
         with g.scope("mlp"):
             normed, residual = self._skip_norm(output, residual, names.mlp_norm, layer)
             output = self._mlp(layer, normed)
-            output = self._norm(output, names.mlp_post_norm, layer)
+            output = self._added(self._norm(output, names.mlp_post_norm, layer))
         following = spec.final_norm if last else names.attention_norm
         return self._skip_norm(output, residual, following, layer + 1)
 
     def _embed(self, ids: ir.Value) -> ir.Value:
         spec, g = self.spec, self.g
         x = self.parts.head_format.embed(g, ids, self.parts.weight(spec.embed))
-        return self._scaled(x, "embedding_scale", spec.embedding_scale)
+        x = self._scaled(x, "embedding_scale", spec.embedding_scale)
+        if (name := spec.positions) is None:
+            return x
+        full = f"{name}.weight"
+        g.store.describe(full, (spec.context_tokens, spec.hidden_size), "fp32")
+        learned = g.weight(full, lambda: self.parts.weight(name).load())
+        flat = g.op("Reshape", emit_positions(g, self.step), g.constant("flat", _ints(-1)))
+        return g.op("Add", x, g.op("Gather", learned, g.op("Gather", flat, self.step.scatter)))
 
     def _attention(self, layer: int, normed: ir.Value) -> ir.Value:
         """float32 [N, hidden] -> [N, heads * head_dim]."""
@@ -138,14 +146,15 @@ class _Decoder:
 
     def _mlp(self, layer: int, normed: ir.Value) -> ir.Value:
         names, weight = self.spec.layer, self.parts.weight
-        gate, up, down = (n.format(layer) for n in (names.gate, names.up, names.down))
+        up, down = names.up.format(layer), names.down.format(layer)
+        first = [up] if names.gate is None else [names.gate.format(layer), up]
         bias = self._bias if self.spec.mlp_bias else lambda *_: None
         weights = MlpWeights(
-            gate=weight(gate),
+            gate=None if names.gate is None else weight(first[0]),
             up=weight(up),
-            gate_up=weight(gate, up),
+            gate_up=weight(*first),
             down=weight(down),
-            gate_up_bias=bias(gate, up),
+            gate_up_bias=bias(*first),
             down_bias=bias(down),
             activation=self.spec.activation,
         )
@@ -163,6 +172,7 @@ class _Decoder:
             if (matrix := self.parts.head_matrix) is not None:
                 hidden = g.op("MatMul", hidden, g.weight(io.HEAD_MATRIX, matrix))
                 g.store.describe(io.HEAD_MATRIX, (spec.hidden_size, spec.hidden_size), "fp32")
+            hidden = self._scaled(hidden, "logits_scale", spec.logits_scale)
             emit = formats.tied_head if spec.tied_embeddings else formats.linear
             logits = emit(g, hidden, weight)
             if spec.logits_softcap is not None:
@@ -190,26 +200,31 @@ class _Decoder:
             return x
         return self.g.op("Mul", x, self.g.constant(name, np.array(factor, np.float32)))
 
+    def _added(self, x: ir.Value) -> ir.Value:
+        """What the residual stream has added of x."""
+        return self._scaled(x, "residual_scale", self.spec.residual_scale)
+
     def _norm(self, x: ir.Value, name: str | None, layer: int) -> ir.Value:
-        """RMSNorm(x), or x where there is no norm."""
+        """The norm of x, or x where there is none."""
         if name is None:
             return x
         attributes = {"epsilon": self.spec.norm_eps, "axis": -1, "stash_type": 1}
-        gain = self._gain(name.format(layer))
-        return self.g.op("RMSNormalization", x, gain, attributes=attributes)
+        kind = "LayerNormalization" if self.spec.norm == "layer" else "RMSNormalization"
+        return self.g.op(kind, x, *self._norm_weights(name.format(layer)), attributes=attributes)
 
     def _skip_norm(
         self, x: ir.Value, residual: ir.Value, name: str | None, layer: int
     ) -> tuple[ir.Value, ir.Value]:
-        """RMSNorm(x + residual) and x + residual."""
+        """The norm of x + residual, and x + residual."""
         if name is None:
             total = self.g.op("Add", x, residual)
             return total, total
+        kind = "Skip" if self.spec.norm == "layer" else "SkipSimplified"
         normed, mean, deviation, total = self.g.ops(
-            "SkipSimplifiedLayerNormalization",
+            f"{kind}LayerNormalization",
             x,
             residual,
-            self._gain(name.format(layer)),
+            *self._norm_weights(name.format(layer)),
             outputs=4,
             domain=MICROSOFT,
             attributes={"epsilon": self.spec.norm_eps},
@@ -217,10 +232,17 @@ class _Decoder:
         mean.name = deviation.name = ""  # an output without a name is not computed
         return normed, total
 
-    def _gain(self, name: str) -> ir.Value:
-        """A vector in float32: the gain of a norm."""
-        full = f"{name}.weight"
-        stored = self.g.weight(full, lambda: self.parts.vector(full))
+    def _norm_weights(self, name: str) -> list[ir.Value]:
+        kinds = ("weight", "bias") if self.spec.norm == "layer" else ("weight",)
+        return [self._vector(f"{name}.{kind}") for kind in kinds]
+
+    def _vector(self, name: str) -> ir.Value:
+        """Kept in float32."""
+        stored = self.g.weight(name, lambda: self.parts.vector(name))
         assert stored.shape is not None
-        self.g.store.describe(full, stored.shape.numpy(), "fp32")
+        self.g.store.describe(name, stored.shape.numpy(), "fp32")
         return stored
+
+
+def _ints(*values: int) -> NDArray[np.int64]:
+    return np.array(values, np.int64)

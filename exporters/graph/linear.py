@@ -57,12 +57,12 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """Of one gated MLP; a format takes gate and up apart or as `gate_up`.
+    """Of one MLP; a format takes gate and up apart or as `gate_up`, which is `up` without a gate.
 
     `activation` is one of `graph.activation`.
     """
 
-    gate: Weight
+    gate: Weight | None
     up: Weight
     gate_up: Weight
     down: Weight
@@ -90,7 +90,8 @@ class LinearFormat(Protocol):
         ...
 
     def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
-        """down(activation(gate(x)) * up(x)), float32 [N, hidden] -> [N, hidden]."""
+        """down(activation(gate(x)) * up(x)), float32 [N, hidden] -> [N, hidden]; without a gate
+        down(activation(up(x)))."""
         ...
 
 
@@ -101,10 +102,13 @@ def stacked_mlp(
     weights: MlpWeights,
     down: Callable[[GraphBuilder, ir.Value, Weight], ir.Value] | None = None,
 ) -> ir.Value:
-    """The gated MLP with gate and up as one product; `down` replaces `fmt.linear` for the last."""
+    """The MLP with gate and up as one product; `down` replaces `fmt.linear` for the last."""
     both = add_bias(g, fmt.linear(g, x, weights.gate_up), weights.gate_up_bias)
-    gate, up = g.ops("Split", both, outputs=2, attributes={"axis": 1, "num_outputs": 2})
-    hidden = g.op("Mul", emit_activation(g, gate, weights.activation), up)
+    if weights.gate is None:
+        hidden = emit_activation(g, both, weights.activation)
+    else:
+        gate, up = g.ops("Split", both, outputs=2, attributes={"axis": 1, "num_outputs": 2})
+        hidden = g.op("Mul", emit_activation(g, gate, weights.activation), up)
     return add_bias(g, (down or fmt.linear)(g, hidden, weights.down), weights.down_bias)
 
 
@@ -156,12 +160,12 @@ class RowInt8Format:
         return g.call(row_quant_matmul(), x, g.op("Transpose", codes), scales, _middle(g, x))
 
     def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
+        gate, width = weights.gate, weights.down.shape[1]
         biased = weights.gate_up_bias is not None or weights.down_bias is not None
-        width = weights.down.shape[1]
-        if biased or width % MIX_WIDTH or weights.activation != "silu":
+        if gate is None or biased or width % MIX_WIDTH or weights.activation != "silu":
             return stacked_mlp(self, g, x, weights, self.mixed_linear)
         mixed = _mixed(weights.down)
-        stored = [v for w in (weights.gate, weights.up, mixed) for v in self._columns(g, w)]
+        stored = [v for w in (gate, weights.up, mixed) for v in self._columns(g, w)]
         mix = g.constant("mix", mixing_matrix())
         shape = g.constant("mixed_shape", _ints(-1, width))
         return g.call(row_quant_gated_mlp(), x, *stored, mix, shape, _middle(g, x))

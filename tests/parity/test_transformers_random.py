@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import random_models
-from architectures import CONFIGS, config_of
+from architectures import CONFIGS, CONTEXTS, config_of
 
 from headrace.exporters.package import export_package
 
@@ -23,4 +23,4 @@ def test_logits(name: str, tmp_path: Path) -> None:
     )
     package = tmp_path / "package"
     export_package(tmp_path / "hf", package, precision="fp32", kv_cache="fp32")
-    random_models.check_parity(package, model)
+    random_models.check_parity(package, model, context_tokens=CONTEXTS.get(name))

@@ -203,8 +203,7 @@ def test_missing_tensor_and_config_key_are_named(tmp_path: Path) -> None:
     ("changes", "expected"),
     [
         ({"llama__expert_count": 8}, "mixture of experts"),
-        ({"llama__rope__dimension_count": HEAD_DIM // 2, "llama__attention__key_length": HEAD_DIM},
-         "partial rotary"),
+        ({"llama__attention__value_length": HEAD_DIM // 2}, "uneven heads"),
         ({"split__count": 3}, "part of 3"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 
 from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.spec import DecoderSpec
+from headrace.exporters.checkpoint.hf_config import normalize_config
 from headrace.exporters.checkpoint.source import open_checkpoint
 from headrace.exporters.graph.rope import rope_tables
 from headrace.runtime.errors import CheckpointError
@@ -49,6 +51,34 @@ def _gemma3(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(1000000.0)
 
 
+def _granite(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    if "logits_scaling" in config:
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+
+
+def _phi3(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+    if "rope_scaling" in config:
+        trained = config["original_max_position_embeddings"]
+        factor = config["max_position_embeddings"] / trained
+        writer.add_rope_scaling_orig_ctx_len(trained)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(trained)))
+        writer.add_rope_dimension_count(int(config["head_dim"] * config["partial_rotary_factor"]))
+        for kind in ("short", "long"):
+            factors = np.array(config["rope_scaling"][f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+
+
+def _stablelm(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_parallel_residual(False)
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(config.get("partial_rotary_factor", 0.25) * head_dim))
+
+
 # Name of the sample, GGUF architecture, its own metadata.
 CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
     "qwen2": (gguf.MODEL_ARCH.QWEN2, _none),
@@ -58,23 +88,39 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
     "gemma": (gguf.MODEL_ARCH.GEMMA, _none),
     "gemma2": (gguf.MODEL_ARCH.GEMMA2, _gemma),
     "gemma3_old_keys": (gguf.MODEL_ARCH.GEMMA3, _gemma3),
+    "olmo2": (gguf.MODEL_ARCH.OLMO2, _none),
+    "granite": (gguf.MODEL_ARCH.GRANITE, _granite),
+    "phi3": (gguf.MODEL_ARCH.PHI3, _phi3),
+    "phi3_partial_longrope": (gguf.MODEL_ARCH.PHI3, _phi3),
+    "stablelm": (gguf.MODEL_ARCH.STABLELM, _stablelm),
+    "stablelm_half": (gguf.MODEL_ARCH.STABLELM, _stablelm),
+    "gpt2": (gguf.MODEL_ARCH.GPT2, _none),
+    "gpt2_untied": (gguf.MODEL_ARCH.GPT2, _none),
 }
+# The converter turns these, and GPT-2's matrices.
+INTERLEAVED = {"granite": {"q_proj": 4, "k_proj": 2}}
 
 
 def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
     """Convert a folder as llama.cpp's converter would; `more`: metadata, `__` for `.`."""
     architecture, add_own = CASES[name]
     config = config_of(name)
-    layers = config["num_hidden_layers"]
+    said = normalize_config(config, (), folder)
+    layers = said["num_hidden_layers"]
+    assert isinstance(layers, int)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
+    writer.add_context_length(said["max_position_embeddings"])
+    writer.add_embedding_length(said["hidden_size"])
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-6)
-    if config["model_type"] != "gemma3_text":
+    writer.add_feed_forward_length(decoder_spec(said).intermediate_size)
+    writer.add_head_count(said["num_attention_heads"])
+    if config["model_type"] in ("gpt2", "stablelm"):
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_layer_norm_rms_eps(1e-5 if config["model_type"] == "phi3" else 1e-6)
+    if config["model_type"] != "gpt2":
+        writer.add_head_count_kv(config["num_key_value_heads"])
+    if config["model_type"] not in ("gemma3_text", "gpt2"):
         writer.add_rope_freq_base(10000.0)
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
@@ -88,6 +134,12 @@ def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
         assert new is not None, tensor
         if config["model_type"].startswith("gemma") and values.ndim == 1:
             values = values + np.float32(1)
+        if config["model_type"] == "gpt2" and ".h." in tensor and values.ndim == 2:
+            values = np.ascontiguousarray(values.T)
+        heads = INTERLEAVED.get(config["model_type"], {}).get(tensor.split(".")[-2])
+        if heads is not None:  # rows i and i + d/2 of a head become neighbours
+            halves = values.reshape(heads, 2, -1, values.shape[1])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         writer.add_tensor(new, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -104,8 +156,8 @@ def assert_same(actual: DecoderSpec, expected: DecoderSpec) -> None:
             assert one == pytest.approx(other, rel=1e-6), field.name
         elif field.name == "attention":
             assert [a.window_tokens for a in one] == [a.window_tokens for a in other]
-            for mine, theirs in zip(one, other, strict=True):
-                tables = [rope_tables(attention.rope, 40) for attention in (mine, theirs)]
+            for mine, theirs in zip(actual.ropes, expected.ropes, strict=True):
+                tables = [rope_tables(rope, 40) for rope in (mine, theirs)]
                 np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5, atol=1e-5)
         else:
             assert one == other, field.name

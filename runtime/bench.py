@@ -58,12 +58,14 @@ def measure(
         RequestError: fewer sequences fit than asked for, or they are too long.
         HeadraceError: the package or the device cannot be used.
     """
-    options = engine_options or {}
+    options = dict(engine_options or {})
     progress(f"measuring steps of 1 to {MAX_STEP_ROWS} rows")
     config = EngineConfig.from_dict({**options, "max_sequences": MAX_STEP_ROWS})
     step_ms = step_ms_by_rows(folder, device, config, prompt_tokens)
     rng = random.Random(0)
-    with Runtime.load(folder, device, **{**options, "max_sequences": max(batches)}) as runtime:
+    # What drafts are worth depends on the text; a step is to be one token of each.
+    options |= {"max_sequences": max(batches), "max_draft_tokens": 0}
+    with Runtime.load(folder, device, **options) as runtime:
         _require_room(runtime.capabilities, prompt_tokens, new_tokens)
         runtime.generate(_prompt(rng, runtime, prompt_tokens), max_new_tokens=2, ignore_eos=True)
         progress("measuring prompts")

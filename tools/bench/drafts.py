@@ -35,7 +35,11 @@ def main() -> None:
     parser.add_argument("--max-draft-tokens", type=int, default=None)
     args = parser.parse_args()
     prompts = read_prompts(args.prompts_file, args.package, args.prompts)
-    options = {"max_sequences": max(args.sequences), "num_threads": args.threads}
+    options = {
+        "max_sequences": max(args.sequences),
+        "num_threads": args.threads,
+        "prefix_cache_bytes": 0,  # prompts come again, and are to be computed again
+    }
     cells = []
     with (
         Runtime.load(args.package, max_draft_tokens=0, **options) as plain,

@@ -23,7 +23,13 @@ class Headrace:
         context_tokens: int,
         options: Mapping[str, str],
     ) -> dict[str, str]:
-        self.runtime = Runtime.load(model, num_threads=threads, max_sequences=max_batch)
+        self.runtime = Runtime.load(
+            model,
+            num_threads=threads,
+            max_sequences=max_batch,
+            max_draft_tokens=0,  # as with the others
+            prefix_cache_bytes=0,  # prompts come again, and are to be computed again
+        )
         target = json.loads((model / "manifest.json").read_text(encoding="utf-8"))["targets"][0]
         kv_dtype = target["kv_cache"]["dtype"]
         return {"model": f"package, {target['precision']}, KV cache {kv_dtype}"}

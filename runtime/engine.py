@@ -34,7 +34,7 @@ from headrace.runtime.core import (
     StepRecord,
     StepResult,
 )
-from headrace.runtime.drafting.drafter import make_drafter
+from headrace.runtime.drafting.drafter import Drafter, make_drafter
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
 from headrace.runtime.grammar_matcher import GrammarCompiler, GrammarMatcher
 from headrace.runtime.limits import Limits
@@ -54,6 +54,7 @@ class Engine:
         make_text: a fresh text stream for an answer.
         eos_token_ids: tokens with which the model ends a text.
         grammars: for requests with a grammar, which are refused without it.
+        drafter: instead of the one that `config` asks for.
 
     Raises:
         whatever `backend.load` raises.
@@ -67,6 +68,7 @@ class Engine:
         config: EngineConfig | None = None,
         fairness: Fairness | None = None,
         grammars: GrammarCompiler | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.capabilities = backend.load()
@@ -77,7 +79,9 @@ class Engine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._limits = _limits(self.config, self.capabilities)
         caps = self.capabilities
-        drafter = make_drafter(self.config.max_draft_tokens, caps.max_row_tokens, caps.exact_rows)
+        drafter = drafter or make_drafter(
+            self.config.max_draft_tokens, caps.max_row_tokens, caps.exact_rows
+        )
         self._scheduler = Scheduler(self._limits, fairness, drafter)
         self._scratch = Scratch(self.capabilities.vocab_size)
         self._answers: dict[int, Answer] = {}

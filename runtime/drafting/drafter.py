@@ -60,11 +60,8 @@ class Drafter:
         limits: list[int] = []
         sure: dict[int, tuple[int, ...]] = {}
         for sequence in sequences:
-            state = self._states.get(sequence.seq_id)
-            if state is None:
-                state = self._states[sequence.seq_id] = _State()
+            state = self._state(sequence)
             state.kind = None
-            state.index.extend(sequence.tokens[len(state.index) :])
             room = sequence.max_new_tokens - sequence.generated_len - 1
             if sequence.forced and room > 0:  # sure to be accepted: worth it at any cost
                 sure[sequence.seq_id] = sequence.forced[: min(room, self.max_draft_tokens)]
@@ -88,6 +85,17 @@ class Drafter:
                 state.kind = self._table.kind(match.num_tokens, state.entropy_nats)
                 drafts[sequence.seq_id] = state.index.continuation(match, length)
         return drafts
+
+    def index_of(self, sequence: Sequence) -> NgramIndex:
+        """Where the n-grams of a sequence were seen, its last token included."""
+        return self._state(sequence).index
+
+    def _state(self, sequence: Sequence) -> _State:
+        state = self._states.get(sequence.seq_id)
+        if state is None:
+            state = self._states[sequence.seq_id] = _State()
+        state.index.extend(sequence.tokens[len(state.index) :])
+        return state
 
     def observe(self, seq_id: int, num_drafts: int, sampled: tuple[SampledToken, ...]) -> None:
         """Learn what a row came to: one token was sampled more than drafts were accepted."""

@@ -1,6 +1,6 @@
 """Who gets the rows of a step: the shipped policy against others, on one engine and its kernels.
 
-    python tools/bench/policies.py DIR PROMPTS.jsonl [--sequences 1,4,16] [--requests 2] [--rounds 2]
+    python tools/bench/policies.py DIR PROMPTS.jsonl [--sequences 1,4,16] [--requests 2] [...]
 
 A line of the file is `{"category": ..., "turns": [...]}` as in Spec-Bench. A cell is one category
 with n sequences in flight; all its requests are there from the start, output lengths are drawn as

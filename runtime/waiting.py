@@ -21,22 +21,17 @@ def run_all(worker: Worker, requests: Sequence[Request]) -> list[Completion]:
     """Feed the queue as it takes them and wait for all; raises the first error in their order."""
     handles: list[RequestHandle] = []
     try:
-        for request in requests:
-            handles.append(_submit_when_room(worker, request))
+        while len(handles) < len(requests):
+            try:
+                handles += worker.submit_many(requests[len(handles) :])
+            except QueueFullError:
+                room = threading.Event()
+                worker.when_room(room.set)
+                room.wait()
         return [handle.result() for handle in handles]
     finally:
         for handle in handles:
             handle.cancel()
-
-
-def _submit_when_room(worker: Worker, request: Request) -> RequestHandle:
-    while True:
-        try:
-            return worker.submit(request)
-        except QueueFullError:
-            room = threading.Event()
-            worker.when_room(room.set)
-            room.wait()
 
 
 def iterate(worker: Worker, request: Request) -> Iterator[TokenDelta]:
@@ -51,29 +46,23 @@ def iterate(worker: Worker, request: Request) -> Iterator[TokenDelta]:
 async def arun_all(worker: Worker, requests: Sequence[Request]) -> list[Completion]:
     """`run_all` on an event loop."""
     loop = asyncio.get_running_loop()
-    started: list[tuple[RequestHandle, asyncio.Future[None]]] = []
+    handles: list[RequestHandle] = []
+    ends: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
     try:
-        for request in requests:
-            ended = loop.create_future()
-            handle = await _asubmit_when_room(worker, request, _at_end(worker, ended))
-            started.append((handle, ended))
-        for _, ended in started:
-            await ended
-        return [handle.result(0) for handle, _ in started]
+        while len(handles) < len(requests):
+            listeners = [_at_end(worker, end) for end in ends[len(handles) :]]
+            try:
+                handles += worker.submit_many(requests[len(handles) :], listeners)
+            except QueueFullError:
+                room = loop.create_future()
+                worker.when_room(_on_loop(loop, partial(_resolve, room)))
+                await room
+        for end in ends:
+            await end
+        return [handle.result(0) for handle in handles]
     finally:
-        for handle, _ in started:
+        for handle in handles:
             handle.cancel()
-
-
-async def _asubmit_when_room(worker: Worker, request: Request, listener: Listener) -> RequestHandle:
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            return worker.submit(request, listener=listener)
-        except QueueFullError:
-            room = loop.create_future()
-            worker.when_room(_on_loop(loop, partial(_resolve, room)))
-            await room
 
 
 async def aiterate(worker: Worker, request: Request) -> AsyncGenerator[TokenDelta, None]:

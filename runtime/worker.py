@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from headrace.runtime.answer import Request, StepEvent
 from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, TokenDelta
@@ -123,7 +123,7 @@ class Worker:
         self._max_waiting = engine.config.max_waiting
         # A request to add, the id of one to cancel, or None to stop. Its put is reentrant, so that
         # a finalizer may close.
-        self._inbox: queue.SimpleQueue[RequestHandle | int | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[RequestHandle] | int | None] = queue.SimpleQueue()
         self._handles: dict[int, RequestHandle] = {}  # engine thread only
         self._num_added = 0  # answers taken from the inbox; engine thread only
         # Guards what follows. `_room`: answers that may still be submitted.
@@ -163,18 +163,45 @@ class Worker:
         """
         handle = RequestHandle(self, request, streaming)
         handle._listener = listener
+        self._put([handle])
+        return handle
+
+    def submit_many(
+        self, requests: Sequence[Request], listeners: Iterable[Listener | None] | None = None
+    ) -> list[RequestHandle]:
+        """Hand over the first of these requests, as many as there is room for, all at once: none
+        of them waits for another's first steps. Any thread.
+
+        Args:
+            listeners: one for each request, as of `submit`.
+
+        Raises:
+            QueueFullError: there is no room for any.
+            EngineClosedError: closed, or stopped by an error.
+        """
+        handles = [RequestHandle(self, request, False) for request in requests]
+        for handle, listener in zip(handles, listeners or (), strict=False):
+            handle._listener = listener
+        return handles[: self._put(handles)]
+
+    def _put(self, handles: list[RequestHandle]) -> int:
+        """Queue the first of these, at least one; how many."""
         with self._lock:
             if self._closed_by is not None:
                 raise _closed_error(self._closed_by)
-            if self._room <= 0:
+            taken = 0
+            while taken < len(handles) and self._room > 0:
+                num_answers = len(handles[taken]._request.answers)
+                self._room -= num_answers
+                self._num_submitted += num_answers
+                taken += 1
+            if not taken:
                 raise QueueFullError(
                     f"{self._max_waiting} requests are waiting already (max_waiting); "
                     "try again later"
                 )
-            self._room -= len(request.answers)
-            self._num_submitted += len(request.answers)
-            self._inbox.put(handle)
-        return handle
+            self._inbox.put(handles[:taken])
+        return taken
 
     def cancel(self, request_id: int) -> None:
         """End a request within a step; nothing for one that has ended. Any thread."""
@@ -220,10 +247,11 @@ class Worker:
             command = inbox.get()
             if command is None:
                 return False
-            if isinstance(command, RequestHandle):
-                self._handles[command.request_id] = command
-                engine.add(command._request)
-                self._num_added += len(command._request.answers)
+            if isinstance(command, list):
+                for new in command:
+                    self._handles[new.request_id] = new
+                    engine.add(new._request)
+                    self._num_added += len(new._request.answers)
             elif handle := self._handles.get(command):
                 self._deliver(engine.cancel(handle._request))
         return True
@@ -259,8 +287,8 @@ class Worker:
             listeners, self._room_listeners = self._room_listeners, []
         while not self._inbox.empty():
             command = self._inbox.get()
-            if isinstance(command, RequestHandle):
-                self._handles[command.request_id] = command
+            if isinstance(command, list):
+                self._handles |= {handle.request_id: handle for handle in command}
         unheard = [handle._request for handle in self._handles.values()]
         self._deliver([StepEvent(request, None, _closed_error(error)) for request in unheard])
         _call_all(listeners)

@@ -174,6 +174,8 @@ class EngineConfig:
             neighbours; prompts are cut into shorter pieces to keep to it.
         max_draft_tokens: most tokens guessed ahead for a sequence in one step; 0 for none. None is
             8 on backends where drafts cannot change an answer, and 0 on others.
+        batch_entropy_cap_nats: sequences whose running mean of entropy is above this get no
+            drafts; None leaves it to what was accepted before.
         num_threads: threads inside the model.
         kv_budget_bytes: memory for keys and values of all sequences.
         prefix_cache_bytes: how much of it may hold texts that have ended, for prompts that begin
@@ -191,6 +193,7 @@ class EngineConfig:
     max_chunk_tokens: int = 256
     inter_token_bound_ms: float = 100.0
     max_draft_tokens: int | None = None
+    batch_entropy_cap_nats: float | None = None
     num_threads: int | None = None
     kv_budget_bytes: int | None = None
     prefix_cache_bytes: int | None = None
@@ -308,6 +311,7 @@ EngineConfig._CHECKS = {
     "max_chunk_tokens": integer(1, MAX_ROW_TOKENS),
     "inter_token_bound_ms": positive,
     "max_draft_tokens": integer(0, MAX_DRAFT_TOKENS, optional=True),
+    "batch_entropy_cap_nats": number(0, math.inf, optional=True),
     "num_threads": integer(1, 1024, optional=True),
     "kv_budget_bytes": integer(1, optional=True),
     "prefix_cache_bytes": integer(0, optional=True),

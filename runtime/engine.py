@@ -80,7 +80,10 @@ class Engine:
         self._limits = _limits(self.config, self.capabilities)
         caps = self.capabilities
         drafter = drafter or make_drafter(
-            self.config.max_draft_tokens, caps.max_row_tokens, caps.exact_rows
+            self.config.max_draft_tokens,
+            self.config.batch_entropy_cap_nats,
+            max_row_tokens=caps.max_row_tokens,
+            exact_rows=caps.exact_rows,
         )
         self._scheduler = Scheduler(self._limits, fairness, drafter)
         self._scratch = Scratch(self.capabilities.vocab_size)

@@ -30,11 +30,14 @@ def integer(low: int, high: int | None = None, *, optional: bool = False) -> Che
     return check
 
 
-def number(low: float, high: float) -> Check:
+def number(low: float, high: float, *, optional: bool = False) -> Check:
     """A finite number from `low` to `high`."""
     span = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+    span += " or None" if optional else ""
 
-    def check(name: str, value: Any) -> float:
+    def check(name: str, value: Any) -> float | None:
+        if optional and value is None:
+            return None
         number = as_float(value)
         if number is None or not low <= number <= high or math.isinf(number):
             raise ConfigError(name, value, f"a number {span}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from headrace.runtime.core import SampledToken, Sequence
@@ -10,27 +11,32 @@ from headrace.runtime.drafting.budget import StepCost, draft_lengths
 from headrace.runtime.drafting.ngram import Match, NgramIndex
 
 DEFAULT_DRAFT_TOKENS = 8
+_MEAN_DECAY = 0.8  # of the running mean of entropy, a step
 
 
 def make_drafter(
-    max_draft_tokens: int | None, max_row_tokens: int, exact_rows: bool
+    max_draft_tokens: int | None,
+    batch_entropy_cap_nats: float | None,
+    *,
+    max_row_tokens: int,
+    exact_rows: bool,
 ) -> Drafter | None:
     """A drafter for a backend, or None. Drafts must not change what is written, so only exact
     backends draft unless told to."""
     if max_draft_tokens is None:
         max_draft_tokens = DEFAULT_DRAFT_TOKENS if exact_rows else 0
     num_drafts = min(max_draft_tokens, max_row_tokens - 1)
-    return Drafter(num_drafts) if num_drafts else None
+    return Drafter(num_drafts, batch_entropy_cap_nats) if num_drafts else None
 
 
 class _State:
     """What is known of one sequence."""
 
-    __slots__ = ("entropy_nats", "history", "index", "kind")
+    __slots__ = ("entropy_nats", "history", "index", "kind", "mean_entropy_nats")
 
     def __init__(self) -> None:
         self.index, self.history = NgramIndex(), History()
-        self.entropy_nats = 0.0
+        self.entropy_nats = self.mean_entropy_nats = 0.0
         self.kind: Counts | None = None  # of the draft in flight
 
 
@@ -41,10 +47,13 @@ class Drafter:
 
     Args:
         max_draft_tokens: most drafts of a sequence in a step.
+        batch_entropy_cap_nats: a sequence whose running mean of entropy is above this is in a lane
+            of its own and gets none.
     """
 
-    def __init__(self, max_draft_tokens: int) -> None:
+    def __init__(self, max_draft_tokens: int, batch_entropy_cap_nats: float | None = None) -> None:
         self.max_draft_tokens = max_draft_tokens
+        self._cap_nats = math.inf if batch_entropy_cap_nats is None else batch_entropy_cap_nats
         self._cost = StepCost()
         self._table = AcceptanceTable()
         self._states: dict[int, _State] = {}
@@ -65,6 +74,8 @@ class Drafter:
             room = sequence.max_new_tokens - sequence.generated_len - 1
             if sequence.forced and room > 0:  # sure to be accepted: worth it at any cost
                 sure[sequence.seq_id] = sequence.forced[: min(room, self.max_draft_tokens)]
+                room = 0
+            if state.mean_entropy_nats > self._cap_nats:
                 room = 0
             match = state.index.longest_match() if room > 0 else None
             if match is None:
@@ -103,6 +114,8 @@ class Drafter:
         if state is None or not sampled:
             return
         state.entropy_nats = sampled[-1].entropy_nats
+        step_nats = sum(token.entropy_nats for token in sampled) / len(sampled)
+        state.mean_entropy_nats += (1.0 - _MEAN_DECAY) * (step_nats - state.mean_entropy_nats)
         if num_drafts and state.kind is not None:
             accepted = len(sampled) - 1
             tested = min(accepted + 1, num_drafts)

@@ -130,6 +130,16 @@ def test_no_more_is_guessed_than_can_be_used() -> None:
         assert len(drafts.get(left, ())) == min(left - 1, 8)
 
 
+def test_a_sequence_above_the_cap_gets_no_drafts() -> None:
+    drafter = Drafter(8, batch_entropy_cap_nats=1.2)
+    sequences = [Sequence(i, [1, 2, 3] * 4, 12, 50) for i in range(2)]
+    assert drafter.propose(sequences).keys() == {0, 1}
+    for _ in range(20):
+        drafter.observe(0, 0, (SampledToken(1, 2.0),))
+        drafter.observe(1, 0, (SampledToken(1, 1.0),))
+    assert drafter.propose(sequences).keys() == {1}
+
+
 def test_drafts_stop_where_none_is_accepted() -> None:
     drafter, offered = Drafter(8), []
     sequence = Sequence(0, [1, 2, 3] * 6, 3, 1000)

@@ -17,6 +17,7 @@ ratios are paired by cell and round, with a 95% interval of their geometric mean
     shuffled    with the entropy of others, a placebo (B5)
     oracle      drafts exactly what will be accepted (B6)
     policy      what ships
+    cap N       what ships, without drafts for sequences above N nats (`--caps`)
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=common.numbers, default=(1, 4, 16), metavar="LIST")
     parser.add_argument("--requests", type=int, default=2, help="of a cell, for each sequence")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--caps", nargs="*", type=float, default=[], metavar="NATS")
     parser.add_argument("--only", nargs="*", default=[], metavar="CATEGORY")
     args = parser.parse_args()
     prompts = read_prompts(args.prompts_file, args.package, 64)
@@ -123,7 +125,7 @@ def main() -> None:
     )
     cells, bins = [], {}
     for count in args.sequences:
-        drafters, best = tune(loaded, prompts, count, args.requests)
+        drafters, best = tune(loaded, prompts, count, args.requests, args.caps)
         for category, ids in prompts.items():
             jobs = make_jobs(ids[::2], count * args.requests, seed=1)
             for number in range(args.rounds):
@@ -141,7 +143,11 @@ def make_jobs(prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[J
 
 
 def tune(
-    loaded: Loaded, prompts: dict[str, list[list[int]]], count: int, requests: int
+    loaded: Loaded,
+    prompts: dict[str, list[list[int]]],
+    count: int,
+    requests: int,
+    caps: Sequence[float],
 ) -> tuple[Drafters, int]:
     """Drafters that have seen the tuning prompts, and the best fixed length on them."""
     drafters: Drafters = {
@@ -149,6 +155,7 @@ def tune(
         "blind": NoEntropyDrafter(DEFAULT_DRAFT_TOKENS),
         "shuffled": ShuffledDrafter(DEFAULT_DRAFT_TOKENS),
         "policy": CountingDrafter(DEFAULT_DRAFT_TOKENS),
+        **{f"cap {cap:g}": CountingDrafter(DEFAULT_DRAFT_TOKENS, cap) for cap in caps},
     }
     one_each = [ids[1] for ids in prompts.values() if len(ids) > 1]
     jobs = make_jobs(one_each, max(len(one_each), count * requests), seed=0)
@@ -241,7 +248,8 @@ def run_static(loaded: Loaded, jobs: Sequence[Job], count: int, *, keep_rows: bo
 
 def table(cells: list[dict[str, Any]]) -> list[str]:
     """Speed of the policy against each other side, by number of sequences."""
-    sides = ("static", "dropping", "plain", "fixed", "blind", "shuffled", "oracle")
+    sides = ["static", "dropping", "plain", "fixed", "blind", "shuffled", "oracle"]
+    sides += [name for name in cells[0] if name.startswith("cap ")]
     lines = [f"{'policy against':24}" + "".join(f"{side:>17}" for side in sides)]
     for count in sorted({cell["sequences"] for cell in cells}):
         chosen = [cell for cell in cells if cell["sequences"] == count]

@@ -16,8 +16,8 @@ ENTROPY_EDGES_NATS = (0.05, 0.25, 0.5, 1.2, 2.4)
 class CountingDrafter(Drafter):
     """The shipped drafter, with a count of drafts by entropy of the token before them."""
 
-    def __init__(self, max_draft_tokens: int) -> None:
-        super().__init__(max_draft_tokens)
+    def __init__(self, max_draft_tokens: int, cap_nats: float | None = None) -> None:
+        super().__init__(max_draft_tokens, cap_nats)
         self.drafted: dict[int, int] = defaultdict(int)  # by entropy bin
         self.accepted: dict[int, int] = defaultdict(int)
         self._entropies: dict[int, float] = {}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-_NOT_COPIED = ("config.json", "model.safetensors")
+_NOT_COPIED = {"config.json", "model.safetensors"}
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    shutil.copytree(args.like, args.folder, ignore=lambda _, names: set(names) & set(_NOT_COPIED))
+    shutil.copytree(args.like, args.folder, ignore=_own_files(args.like))
     config = json.loads((args.like / "config.json").read_text(encoding="utf-8")) | {
         "hidden_size": args.hidden,
         "intermediate_size": args.intermediate,
@@ -41,6 +42,11 @@ def main() -> None:
         key = "word_embedding_dimension"
         pooling.write_text(json.dumps(stated | {key: args.hidden}) + "\n", encoding="utf-8")
     save_file(tensors(config), args.folder / "model.safetensors", {"format": "pt"})
+
+
+def _own_files(top: Path) -> Callable[[str, list[str]], set[str]]:
+    """For copytree: what is not copied from the folder itself; the same names below it are."""
+    return lambda folder, names: set(names) & _NOT_COPIED if Path(folder) == top else set()
 
 
 def tensors(config: dict[str, int]) -> dict[str, NDArray[np.float32]]:

@@ -62,12 +62,14 @@ def calibration_chunks(
     chat_template: str | None,
     spec: DecoderSpec,
     text: str | None = None,
+    *,
+    bos_token_id: int | None = None,
 ) -> CalibrationChunks:
     """The calibration texts: prose in chunks of at most 512 tokens, and conversations.
 
     Conversations are rendered with the model's own template: the tokens that frame its turns have
     keys and values that no prose shows. `text` takes the place of the prose that comes with
-    headrace.
+    headrace. `bos_token_id` begins every chunk of prose, for models that never see a text without.
 
     Raises:
         ExportError: the text is too short.
@@ -83,7 +85,8 @@ def calibration_chunks(
             f"the calibration text makes {len(ids)} tokens, {size * _NUM_CHUNKS // 2} are needed"
         )
     # Prose and conversations alternate, so pairs are kept out together.
-    pairs = [[chunk] for chunk in prose]
+    begin = [] if bos_token_id is None else [bos_token_id]
+    pairs = [[(begin + chunk)[:size]] for chunk in prose]
     if chat_template is not None:
         conversations = json.loads((folder / "calibration_chat.json").read_text(encoding="utf-8"))
         for pair, chat in zip(pairs, conversations, strict=False):

@@ -38,7 +38,7 @@ from headrace.exporters.measured import FormatPlan, Measurement
 from headrace.exporters.model import checked_spec, decoder_parts
 from headrace.exporters.precision import DEFAULT_PRECISION, Rule, find_precision
 from headrace.exporters.report import precision_report
-from headrace.exporters.rotation import rotation_report
+from headrace.exporters.rotation import mixed_readers, rotation_report
 from headrace.exporters.validate import check_graph
 from headrace.runtime.errors import ConfigError, ExportError
 from headrace.runtime.fidelity import Fidelity
@@ -227,9 +227,11 @@ class _Export:
         wanted = self.options.kv_cache
         if not self.options.calibrate or (self.precision.name == "fp32" and wanted != "int8"):
             return self._write_target(self._formatted(None)), None, None
-        template = self.checkpoint.tokenizer.chat_template
-        text = self.options.calibration_text
-        chunks = calibration_chunks(self.tokenizer, template, self.spec, text)
+        source, text = self.checkpoint.tokenizer, self.options.calibration_text
+        bos = source.bos_token_id if source.add_bos else None
+        chunks = calibration_chunks(
+            self.tokenizer, source.chat_template, self.spec, text, bos_token_id=bos
+        )
         found = self._calibrate(chunks, scratch)
         if found.grams is not None:
             self.parts = with_grams(self.parts, found.grams)
@@ -276,6 +278,8 @@ class _Export:
 
     def _formatted(self, scales: KvScales | None) -> DecoderParts:
         fmt = self.plan.make()
+        for name in mixed_readers(self.spec):
+            fmt.mix_inputs_of(name)
         return dataclasses.replace(self.parts, layer_format=fmt, head_format=fmt, kv_scales=scales)
 
     def _write_target(self, parts: DecoderParts) -> TargetInfo:

@@ -21,6 +21,7 @@ at run time. Q and R are the same for every export of a size.
 
 A norm of what is written to the stream stands between `o` or `down` and the stream, and its gain
 has no place on either side of Q: such models keep the stream as it is, and only heads are rotated.
+What row INT8 reads from it is then mixed in runs at run time (`mixed_readers`).
 """
 
 from __future__ import annotations
@@ -66,10 +67,30 @@ def stream_obstacle(spec: DecoderSpec) -> str | None:
     return None
 
 
+def mixed_readers(spec: DecoderSpec) -> list[str]:
+    """Weights, as they are stacked, that read a stream which cannot be rotated: their inputs are to
+    be mixed in runs instead, as those of `down` are."""
+    if stream_obstacle(spec) is None:
+        return []
+    names = spec.layer
+    first = [name for name in (names.gate, names.up) if name is not None]
+    stacks = ([names.query, names.key, names.value], first)
+    return [
+        "+".join(name.format(i) for name in stack)
+        for stack in stacks
+        for i in range(spec.num_layers)
+    ]
+
+
 def rotation_report(spec: DecoderSpec, *, wanted: bool) -> dict[str, Any]:
     """For the precision report: what is rotated, and why the residual stream is not."""
     obstacle = stream_obstacle(spec) if wanted else "activations are not quantized by row"
-    return {"residual_stream": obstacle is None, "why_not": obstacle, "value_heads": wanted}
+    return {
+        "residual_stream": obstacle is None,
+        "why_not": obstacle,
+        "mixed_in_runs": wanted and obstacle is not None,
+        "value_heads": wanted,
+    }
 
 
 class RotatedSource:

@@ -18,6 +18,7 @@ from headrace.exporters.graph.decoder import DecoderParts, build_decoder
 from headrace.exporters.graph.linear import LinearFormat, MlpWeights, Weight, stacked_mlp
 from headrace.exporters.graph.mixed import MixedFormat
 from headrace.exporters.graph.weights import WeightStore
+from headrace.exporters.rotation import mixed_readers
 from headrace.exporters.validate import GraphRunner
 from headrace.runtime import manifest as io
 from headrace.runtime.fidelity import log_softmax, mean_kl_nats
@@ -51,7 +52,7 @@ def measure_sensitivity(
         folder: takes the graph and its weights.
         advance: called with how many weights are done, of how many.
     """
-    switched = SwitchedFormat(reference, choose)
+    switched = SwitchedFormat(reference, choose, mixed_readers(parts.spec))
     path = folder / "switched.onnx"
     formats = dataclasses.replace(
         parts, layer_format=switched, head_format=switched, kv_scales=None
@@ -83,9 +84,16 @@ class SwitchedFormat:
 
     name = "switched"
 
-    def __init__(self, reference: LinearFormat, choose: Callable[[str], LinearFormat]) -> None:
+    def __init__(
+        self,
+        reference: LinearFormat,
+        choose: Callable[[str], LinearFormat],
+        mixed: Sequence[str] = (),
+    ) -> None:
         self._reference = reference
         self._candidate = MixedFormat(lambda name: choose(name.replace(_CANDIDATE, "")))
+        for name in mixed:
+            self._candidate.mix_inputs_of(name + _CANDIDATE)
         self.shapes: dict[str, tuple[int, int]] = {}
         self.switches = graph_input(_SWITCHES, ir.DataType.BOOL, ["W"])
 

@@ -118,6 +118,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "stablelm_half": {"model_type": "stablelm", "hidden_size": 128, "partial_rotary_factor": 0.5},
+    "stablelm_10_pairs": {
+        "model_type": "stablelm",
+        "hidden_size": 320,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": True,
+    },
     "gpt2": {"model_type": "gpt2", "n_inner": 192, "tie_word_embeddings": True},
     "gpt2_untied": {"model_type": "gpt2", "tie_word_embeddings": False},
 }

@@ -61,10 +61,10 @@ def decoder_spec(config: Mapping[str, object]) -> DecoderSpec:
             "attention operator asks for"
         )
     for rope in spec.ropes:
-        if rope.dim % 16 or not 0 < rope.dim <= spec.head_dim:
+        if rope.dim % 2 or not 0 < 2 * rope.table_width <= spec.head_dim:
             raise CheckpointError(
-                f"config.json: partial_rotary_factor turns {rope.dim} channels of a head, which is "
-                "not a multiple of 16, as the attention operator asks for"
+                f"config.json: partial_rotary_factor turns {rope.dim} of {spec.head_dim} "
+                "channels of a head, which the attention operator cannot"
             )
     if spec.context_tokens > _MAX_CONTEXT_TOKENS:
         raise CheckpointError(

@@ -44,7 +44,8 @@ def read_rope(
     """
     return RopeSpec(
         theta=get_float(config, "rope_theta", theta),
-        dim=int(head_dim * get_float(config, "partial_rotary_factor", share)),
+        # 32 of 80 channels come as 0.4, which may make 31.999...
+        dim=int(head_dim * get_float(config, "partial_rotary_factor", share) + 1e-6),
         scaling=read_scaling(config, config.get("rope_scaling"), names or {}),
     )
 

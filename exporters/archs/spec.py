@@ -18,6 +18,26 @@ class RopeSpec:
     dim: int
     scaling: dict[str, object] | None = None
 
+    @property
+    def table_width(self) -> int:
+        """Pairs in a rotary table: the attention operator wants a multiple of 8, so that some may
+        have an angle of zero."""
+        return -(-self.dim // 16) * 8
+
+    def head_order(self, head_dim: int) -> list[int] | None:
+        """Which channel of a head stands where, so that channel i of a pair meets i + table_width.
+
+        None where all are in place. Channels that do not turn fill up both halves.
+        """
+        pairs, width = self.dim // 2, self.table_width
+        if pairs == width:
+            return None
+        rest = list(range(self.dim, head_dim))
+        fill = width - pairs
+        first = [*range(pairs), *rest[:fill]]
+        second = [*range(pairs, self.dim), *rest[fill : 2 * fill]]
+        return [*first, *second, *rest[2 * fill :]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.exporters.checkpoint.values import Config, MissingEntryError
 from headrace.runtime.errors import CheckpointError
+
+T = TypeVar("T")
 
 CONFIG_FILE = "config.json"
 
@@ -20,6 +23,16 @@ _RENAMED = {
         "n_inner": "intermediate_size",
     }
 }
+
+
+# What comes before the names of a model with a head, by the embedding's name without it.
+_PREFIXES = {"embed_tokens.weight": "model.", "wte.weight": "transformer."}
+
+
+def full_names(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Names as a model with a head has them: some checkpoints were saved from the model without."""
+    prefix = next((p for name, p in _PREFIXES.items() if name in tensors), "")
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def normalize_config(raw: dict[str, object], tensors: Container[str], path: Path) -> Config:

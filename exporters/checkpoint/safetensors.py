@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from headrace.exporters.checkpoint.hf_config import CONFIG_FILE, normalize_config
+from headrace.exporters.checkpoint.hf_config import CONFIG_FILE, full_names, normalize_config
 from headrace.exporters.checkpoint.json_files import read_object
 from headrace.exporters.checkpoint.pickle_files import PICKLE_SUFFIXES, pickle_refusal
 from headrace.exporters.checkpoint.tokenizer_hf import tokenizer_from_folder
@@ -72,6 +72,7 @@ def _open(
                     f"{folder / _INDEX_FILE} promises tensor {name!r} in {file.name!r}, which does "
                     "not have it; download the checkpoint again"
                 )
+        tensors = full_names(tensors)
         return Checkpoint(
             format="safetensors",
             path=path,

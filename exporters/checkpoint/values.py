@@ -96,24 +96,25 @@ class LazyTensor:
 
     def rows(self, start: int, stop: int, name: str) -> LazyTensor:
         """A view of some rows, or of some values of a vector."""
+        view = self.reordered(np.arange(start, stop, dtype=np.int64))
+        return dataclasses.replace(view, name=name)
 
-        def part_of_blocks() -> QuantBlocks:
+    def reordered(self, order: NDArray[np.int64]) -> LazyTensor:
+        """A view whose row i is row order[i]."""
+
+        def blocks() -> QuantBlocks:
             whole = self.blocks()
             assert whole is not None
-            offsets = None if whole.offsets is None else whole.offsets[start:stop]
+            offsets = None if whole.offsets is None else whole.offsets[order]
             return dataclasses.replace(
-                whole,
-                codes=whole.codes[start:stop],
-                scales=whole.scales[start:stop],
-                offsets=offsets,
+                whole, codes=whole.codes[order], scales=whole.scales[order], offsets=offsets
             )
 
         return dataclasses.replace(
             self,
-            name=name,
-            shape=(stop - start, *self.shape[1:]),
-            loader=lambda: self.load()[start:stop],
-            block_loader=None if self.block_loader is None else part_of_blocks,
+            shape=(len(order), *self.shape[1:]),
+            loader=lambda: self.load()[order],
+            block_loader=None if self.block_loader is None else blocks,
         )
 
     def transposed(self) -> LazyTensor:

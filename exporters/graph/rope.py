@@ -29,7 +29,8 @@ Float64 = NDArray[np.float64]
 
 
 def rope_tables(rope: RopeSpec, positions: int) -> tuple[Float, Float]:
-    """cos and sin, float32 [positions, dim / 2]; of longrope the short ones, then the long ones.
+    """cos and sin, float32 [positions, table_width], of angle zero beyond dim / 2; of longrope the
+    short ones, then the long ones.
 
     Raises:
         CheckpointError: `rope.scaling` has a value that makes no sense.
@@ -37,6 +38,8 @@ def rope_tables(rope: RopeSpec, positions: int) -> tuple[Float, Float]:
     frequencies = inverse_frequencies(rope)
     angles = np.concatenate([np.outer(np.arange(positions), f) for f in frequencies])
     cos, sin = (turn(angles) * attention_factor(rope) for turn in (np.cos, np.sin))
+    beyond = ((0, 0), (0, rope.table_width - rope.dim // 2))
+    cos, sin = np.pad(cos, beyond, constant_values=1), np.pad(sin, beyond)
     return cos.astype(np.float32), sin.astype(np.float32)
 
 

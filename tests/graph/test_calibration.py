@@ -8,7 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+from headrace.exporters.archs.registry import decoder_spec
+from headrace.exporters.calibrate import calibration_chunks
+from headrace.exporters.checkpoint.source import open_checkpoint
 from headrace.exporters.package import export_package
 from headrace.exporters.validate import GraphRunner
 
@@ -45,6 +49,16 @@ def test_no_chunk_is_both_calibrated_on_and_held_out(
     assert _tokens(fed["seen"]) > 2 * _tokens(fed["held out"]) > 0
     assert not _windows(fed["seen"]) & _windows(fed["held out"])
     assert progress[0][0] == 0 and progress[-1][0] == progress[-1][1]
+
+
+def test_texts_begin_as_the_model_knows_them(tiny_checkpoint: Callable[..., Path]) -> None:
+    with open_checkpoint(tiny_checkpoint()) as checkpoint:
+        spec = decoder_spec(checkpoint.config)
+        tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
+    plain = calibration_chunks(tokenizer, None, spec)
+    begun = calibration_chunks(tokenizer, None, spec, bos_token_id=0)
+    for one, other in ((plain.seen, begun.seen), (plain.held_out, begun.held_out)):
+        assert [[0, *chunk[:-1]] for chunk in one] == other
 
 
 def _tokens(chunks: Chunks) -> int:

@@ -6,13 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from architectures import CONFIGS, config_of
+from architectures import CONFIGS, config_of, write_model
+from safetensors.numpy import load_file, save_file
 
 from headrace.exporters.archs.registry import decoder_spec
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.archs.tensors import expected_tensors
 from headrace.exporters.checkpoint.hf_config import normalize_config
+from headrace.exporters.checkpoint.source import open_checkpoint
+from headrace.exporters.model import checked_spec
 from headrace.exporters.rotation import stream_obstacle
 from headrace.runtime.errors import CheckpointError
 
@@ -81,3 +85,21 @@ def test_the_residual_stream_is_rotated_only_where_that_changes_nothing() -> Non
     obstacles = {name for name in CONFIGS if stream_obstacle(spec_of(config_of(name)))}
     kept = ("gemma2", "gemma3", "olmo2", "stablelm", "gpt2")
     assert obstacles == {name for name in CONFIGS if name.startswith(kept)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma"])
+def test_names_without_the_prefix_of_a_model_with_a_head(name: str, tmp_path: Path) -> None:
+    """As the first checkpoints of GPT-2 have them, which hold attention masks, too."""
+    folder = write_model(name, tmp_path / "hf")
+    with open_checkpoint(folder) as checkpoint:
+        expected = set(checkpoint.tensors)
+    tensors = {n.split(".", 1)[1]: values for n, values in load_file(file_of(folder)).items()}
+    masks = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32)} if name == "gpt2" else {}
+    save_file(tensors | masks, file_of(folder))
+    with open_checkpoint(folder) as checkpoint:
+        checked_spec(checkpoint)
+        assert expected == {n for n in checkpoint.tensors if not n.endswith(".attn.bias")}
+
+
+def file_of(folder: Path) -> Path:
+    return folder / "model.safetensors"

@@ -94,6 +94,7 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
     "phi3_partial_longrope": (gguf.MODEL_ARCH.PHI3, _phi3),
     "stablelm": (gguf.MODEL_ARCH.STABLELM, _stablelm),
     "stablelm_half": (gguf.MODEL_ARCH.STABLELM, _stablelm),
+    "stablelm_10_pairs": (gguf.MODEL_ARCH.STABLELM, _stablelm),
     "gpt2": (gguf.MODEL_ARCH.GPT2, _none),
     "gpt2_untied": (gguf.MODEL_ARCH.GPT2, _none),
 }

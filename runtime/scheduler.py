@@ -31,7 +31,7 @@ from headrace.runtime.core import (
 )
 from headrace.runtime.drafting.drafter import Drafter
 from headrace.runtime.limits import Limits
-from headrace.runtime.prefix_cache import PrefixCache
+from headrace.runtime.prefix_cache import Placement, Prefix, PrefixCache
 from headrace.runtime.slots import SlotPool
 
 
@@ -197,14 +197,13 @@ class Scheduler:
             prefix = self._prefixes.find(text, self._cached_len)
             if prefix.worth_waiting:
                 continue  # those behind it need not wait for that
-            while (
-                placed := self._prefixes.place(sequence.seq_id, text, sequence.reserved_len, prefix)
-            ) is None:
-                running = self._running.values()
-                victim = self._fairness.victim(running, sequence, step_id)
+            while (placed := self._place(sequence, text, prefix)) is None:
+                victim = self._fairness.victim(self._running.values(), sequence, step_id)
                 if victim is None:
                     break
                 self._interrupt(victim)
+                # What was found may have had to go.
+                prefix = self._prefixes.find(text, self._cached_len)
             if placed is None:
                 break
             self._kv_ops += placed.ops
@@ -217,6 +216,9 @@ class Scheduler:
             admitted = True
         if admitted:
             self._by_slot = sorted(self._running.values(), key=_slot)
+
+    def _place(self, sequence: Sequence, text: list[int], prefix: Prefix) -> Placement | None:
+        return self._prefixes.place(sequence.seq_id, text, sequence.reserved_len, prefix)
 
     def _interrupt(self, sequence: Sequence) -> None:
         """Back to the waiting ones; its KV is kept as long as nobody needs the room."""

@@ -332,6 +332,15 @@ STAGES = ["checked_spec", "calibrate", "build_decoder", "check_graph", "file_sha
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job in the background is started with interrupts ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["interrupt", "disk full"])
 def test_an_export_that_ends_early_leaves_things_as_they_were(
     source: Path,

@@ -152,3 +152,16 @@ def test_priorities_come_first_among_the_waiting() -> None:
             if not order or order[-1] != row.seq_id:
                 order.append(row.seq_id)
     assert order == [1, 2, 4, 3] and first.state is SequenceState.FINISHED
+
+
+def test_what_was_found_may_have_to_go_for_what_is_interrupted() -> None:
+    scheduler = make_scheduler(max_slots=3, kv_budget_tokens=100, prefix_cache_tokens=40)
+    finish(scheduler, add(scheduler, 1, [*SYSTEM, 5]))
+    low = add(scheduler, 2, list(range(200, 232)), new=10)
+    step(scheduler)
+    step(scheduler)
+    add(scheduler, 3, [*SYSTEM, 6], new=40, priority=1)
+    plan = step(scheduler)
+    assert low.state is SequenceState.WAITING
+    assert plan.kv_ops == (KvRelease(0), KvRelease(1))
+    assert [(r.seq_id, r.slot, r.past_len) for r in plan.rows] == [(3, 0, 0)]

@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.exporters.encoder_package import EncoderExport, export_encoder, is_encoder_source
-from headrace.exporters.package import (
+from headrace.exporters.options import (
     DEFAULT_FORMS,
+    DEFAULT_QAT_STEPS,
     DEFAULT_THRESHOLD_NATS,
     KV_CACHES,
     ExportOptions,
-    ExportResult,
-    Progress,
-    export_package,
 )
+from headrace.exporters.package import ExportResult, Progress, export_package
 from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS, parse_rule
 from headrace.runtime.errors import ConfigError, HeadraceError
 from headrace.runtime.text_files import read_text
@@ -42,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _complain("ran out of memory; nothing was written", 1)
     except KeyboardInterrupt:
-        return _complain("interrupted; nothing was written", 130)
+        kept = "; nothing was written"
+        if args.qat is not None:
+            kept += "; the same command goes on with the training"
+        return _complain(f"interrupted{kept}", 130)
     if not args.quiet:
         print(summary)
     return 0
@@ -72,6 +74,8 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         calibrate=args.calibrate,
         calibration_text=None if text is None else read_text(text, "calibration_text"),
         overwrite=args.overwrite,
+        qat_text=None if args.qat is None else read_text(args.qat, "qat"),
+        qat_steps=args.qat_steps,
     )
 
 
@@ -128,6 +132,16 @@ def _parser() -> argparse.ArgumentParser:
         dest="calibrate",
         action="store_false",
         help="round to nearest, float32 cache, nothing measured: faster",
+    )
+    parser.add_argument(
+        "--qat",
+        type=Path,
+        metavar="FILE",
+        help="train the weights in their formats on this text; needs torch. The state is kept in "
+        "DIR.qat, and the same command takes it up after an interruption",
+    )
+    parser.add_argument(
+        "--qat-steps", type=int, default=DEFAULT_QAT_STEPS, metavar="N", help="default: %(default)s"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no summary")

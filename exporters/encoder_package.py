@@ -29,7 +29,8 @@ from headrace.exporters.graph.linear import Float32, LinearFormat
 from headrace.exporters.graph.mixed import MixedFormat
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.measured import FormatPlan
-from headrace.exporters.package import ExportOptions, Progress, list_files
+from headrace.exporters.options import ExportOptions
+from headrace.exporters.package import Progress, list_files
 from headrace.exporters.precision import find_precision
 from headrace.exporters.weight_source import WeightSource
 from headrace.runtime.encoder_manifest import (
@@ -115,7 +116,7 @@ def _check_options(options: ExportOptions) -> None:
         expected = f"one of {', '.join(_PRECISIONS)} for an encoder"
         raise ConfigError("precision", options.precision, expected)
     usual = ExportOptions()
-    for name in ("kv_cache", "forms", "quant_threshold", "calibration_text"):
+    for name in ("kv_cache", "forms", "quant_threshold", "calibration_text", "qat_text"):
         if (value := getattr(options, name)) != getattr(usual, name):
             raise ConfigError(
                 name, value, "nothing: this source is an encoder, it has no use for it"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -32,15 +31,17 @@ from headrace.exporters.calibrate import (
 from headrace.exporters.checkpoint.golden import golden_texts
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
 from headrace.exporters.graph.attention import KvScales
-from headrace.exporters.graph.decoder import FORMS, DecoderParts, build_decoder
+from headrace.exporters.graph.decoder import DecoderParts, build_decoder
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.measured import FormatPlan, Measurement
 from headrace.exporters.model import checked_spec, decoder_parts
-from headrace.exporters.precision import DEFAULT_PRECISION, Rule, find_precision
+from headrace.exporters.options import ExportOptions
+from headrace.exporters.precision import find_precision
+from headrace.exporters.qat import Training, prepare_training
 from headrace.exporters.report import precision_report
 from headrace.exporters.rotation import mixed_readers, rotation_report
 from headrace.exporters.validate import check_graph
-from headrace.runtime.errors import ConfigError, ExportError
+from headrace.runtime.errors import ExportError
 from headrace.runtime.fidelity import Fidelity
 from headrace.runtime.manifest import (
     MANIFEST_FILE,
@@ -57,9 +58,6 @@ from headrace.runtime.manifest import (
     file_sha256,
 )
 
-DEFAULT_FORMS = ("ragged", "uniform")
-KV_CACHES = ("auto", "int8", "int4", "fp32")
-DEFAULT_THRESHOLD_NATS = 0.01  # of `auto`
 _MIN_ONNXRUNTIME = {"ragged": "1.32", "tree": "1.32", "uniform": "1.31"}
 _WEIGHTS_FILE = "weights.bin"
 _MAX_REPAIRS = 6
@@ -83,62 +81,6 @@ class ExportResult:
     manifest: Manifest
     kv_fidelity: Fidelity | None
     fidelity: Fidelity | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """How to export.
-
-    Attributes:
-        precision: a name of `precision.PRECISIONS`.
-        kv_cache: "int8", "int4", "fp32", or "auto": INT8 if it adds at most `KV_GATE_NATS`, and
-            fp32 for an fp32 package. What a quantized cache adds is measured and reported.
-        forms: of `graph.decoder.FORMS`.
-        rules: pins of weights to formats; the first that matches a weight wins.
-        quant_threshold: mean KL in nats against the FP32 model that the finished package may have
-            on text that was not calibrated on; None: `DEFAULT_THRESHOLD_NATS` for `auto`, no
-            limit for others.
-        force: write a package that is over the threshold.
-        calibrate: False: round to nearest and measure nothing; the cache is float32.
-        calibration_text: in place of the prose that comes with headrace.
-        overwrite: replace an existing package.
-    """
-
-    precision: str = DEFAULT_PRECISION
-    kv_cache: str = "auto"
-    forms: Sequence[str] = DEFAULT_FORMS
-    rules: Sequence[Rule] = ()
-    quant_threshold: float | None = None
-    force: bool = False
-    calibrate: bool = True
-    calibration_text: str | None = None
-    overwrite: bool = False
-
-    def check(self) -> None:
-        """Raises ConfigError: an option is unknown, or two of them exclude each other."""
-        chosen = find_precision(self.precision)
-        if self.kv_cache not in KV_CACHES:
-            raise ConfigError("kv_cache", self.kv_cache, f"one of {', '.join(KV_CACHES)}")
-        unknown = [form for form in self.forms if form not in FORMS]
-        if not self.forms or unknown:
-            raise ConfigError("form", unknown and unknown[0], f"one or more of {', '.join(FORMS)}")
-        threshold = self.quant_threshold
-        if threshold is not None and not 0 < threshold < math.inf:
-            raise ConfigError("quant_threshold", threshold, "a number of nats above 0")
-        needs = {
-            f"precision {self.precision}": bool(chosen.measured),
-            f"kv_cache {self.kv_cache}": self.kv_cache in ("int8", "int4"),
-            "quant_threshold": threshold is not None,
-            "calibration_text": self.calibration_text is not None,
-        }
-        if not self.calibrate and (wanting := [name for name, wants in needs.items() if wants]):
-            raise ConfigError("calibrate", False, f"calibration, which {wanting[0]} needs")
-
-    @property
-    def threshold_nats(self) -> float | None:
-        if self.quant_threshold is None and self.precision == "auto":
-            return DEFAULT_THRESHOLD_NATS
-        return self.quant_threshold
 
 
 def export_package(
@@ -167,8 +109,15 @@ def export_package(
     report = progress or (lambda stage, done, total: None)
     with open_checkpoint(source) as checkpoint:
         spec = checked_spec(checkpoint)
+        tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
+        training = None
+        if chosen.qat_text is not None:
+            training = prepare_training(chosen, output, checkpoint.sha256, tokenizer, spec)
         with atomic_folder(output, overwrite=chosen.overwrite, keep=source) as folder:
-            return _Export(checkpoint, spec, folder, chosen, report).run()
+            result = _Export(checkpoint, spec, tokenizer, folder, chosen, report, training).run()
+        if training is not None:
+            training.finish()
+        return result
 
 
 class _Export:
@@ -178,15 +127,17 @@ class _Export:
         self,
         checkpoint: Checkpoint,
         spec: DecoderSpec,
+        tokenizer: Tokenizer,
         folder: Path,
         options: ExportOptions,
         progress: Progress,
+        training: Training | None,
     ) -> None:
         self.checkpoint, self.spec, self.folder = checkpoint, spec, folder
-        self.options, self.progress = options, progress
+        self.options, self.progress, self.training = options, progress, training
+        self.tokenizer = tokenizer
         self.precision = find_precision(options.precision)
         self.forms = tuple(dict.fromkeys(options.forms))
-        self.tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
         self.parts = decoder_parts(spec, checkpoint.tensors, self.precision)
         heads = frozenset((spec.embed, spec.head))
         self.plan = FormatPlan(self.precision, heads, tuple(options.rules))
@@ -232,16 +183,20 @@ class _Export:
         chunks = calibration_chunks(
             self.tokenizer, source.chat_template, self.spec, text, bos_token_id=bos
         )
-        found = self._calibrate(chunks, scratch)
+        found = self._calibrate(chunks, scratch, grams=self.precision.gram_formats)
         if found.grams is not None:
             self.parts = with_grams(self.parts, found.grams)
-        passed = found.kv_fidelity is not None and found.kv_fidelity.mean_kl_nats <= KV_GATE_NATS
-        scales = found.kv_scales if passed or wanted != "auto" else None
         measurement = Measurement(self.plan, self.parts, chunks, scratch, self.progress)
         if self.precision.name == "int4":
             measurement.keep_sensitive()
         elif self.precision.measured:
             measurement.measure()
+        cache = found
+        if self.training is not None:
+            self.parts = self.training.run(self.parts, self.plan, found.reference, self.progress)
+            cache = self._calibrate(chunks, scratch / "trained", grams=False)
+        passed = cache.kv_fidelity is not None and cache.kv_fidelity.mean_kl_nats <= KV_GATE_NATS
+        scales = cache.kv_scales if passed or wanted != "auto" else None
         for _ in range(_MAX_REPAIRS):
             target = self._write_target(self._formatted(scales))
             graph = self.folder / target.graphs[-1].file
@@ -250,7 +205,7 @@ class _Export:
             self.progress("measuring the package", 1, 1)
             limit = self.options.threshold_nats
             if limit is None or fidelity.mean_kl_nats <= limit:
-                return target, found.kv_fidelity, fidelity
+                return target, cache.kv_fidelity, fidelity
             if not self.precision.measured or not measurement.upgrade(fidelity.mean_kl_nats, limit):
                 break
             shutil.rmtree(self.folder / self.precision.target)
@@ -260,9 +215,10 @@ class _Export:
                 f"{fidelity.mean_kl_nats:.4f} nats from the FP32 model; raise it, choose another "
                 "precision, or --force"
             )
-        return target, found.kv_fidelity, fidelity
+        return target, cache.kv_fidelity, fidelity
 
-    def _calibrate(self, chunks: CalibrationChunks, scratch: Path) -> Calibration:
+    def _calibrate(self, chunks: CalibrationChunks, folder: Path, *, grams: bool) -> Calibration:
+        folder.mkdir(exist_ok=True)
         bits = {"fp32": None, "int4": 4}.get(self.options.kv_cache, 8)
         done = 0
 
@@ -273,8 +229,7 @@ class _Export:
 
         total = len(chunks.seen) + (len(chunks.held_out) if bits is not None else 0)
         self.progress("calibrating", 0, total)
-        grams = self.precision.gram_formats
-        return calibrate(self.parts, chunks, scratch, kv_bits=bits, grams=grams, advance=advance)
+        return calibrate(self.parts, chunks, folder, kv_bits=bits, grams=grams, advance=advance)
 
     def _formatted(self, scales: KvScales | None) -> DecoderParts:
         fmt = self.plan.make()

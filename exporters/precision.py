@@ -64,6 +64,11 @@ class Precision:
         """Whether the format rounds better where it knows what a layer multiplies."""
         return self.format in ("w8a8_row", "w4a8_block", "w4a8_block64")
 
+    @property
+    def can_be_trained(self) -> bool:
+        """Whether it rounds weights to 4 or 8 bits, rather than keep what the checkpoint has."""
+        return self.format not in ("keep", "fp32")
+
 
 _ALL = (
     Precision(

@@ -7,7 +7,7 @@ one checkpoint tensor, or several that are stacked along their outputs (q, k, v;
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from headrace.exporters.graph.functions import MIX_WIDTH, row_quant_gated_mlp, r
 from headrace.exporters.quant.formats import (
     Blocks,
     Float,
+    RowInt8,
     quantize_blocks_4bit,
     quantize_blocks_8bit,
     quantize_row_int8,
@@ -38,6 +39,7 @@ class Weight:
         load: reads it, float32 [out, in].
         blocks: its quantized blocks exactly as the checkpoint holds them, or None.
         gram: sum of x x' over what the layer was seen to multiply, float32 [in, in], or None.
+        trained: what training made of it in its format, to be stored as it is, or None.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Weight:
     load: Callable[[], Float]
     blocks: Callable[[], Blocks | None]
     gram: Callable[[], Float | None] = lambda: None
+    trained: Callable[[], RowInt8 | Blocks | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class RowInt8Format:
         biased = weights.gate_up_bias is not None or weights.down_bias is not None
         if gate is None or biased or width % MIX_WIDTH or weights.activation != "silu":
             return stacked_mlp(self, g, x, weights, self.mixed_linear)
-        mixed = _mixed(weights.down)
+        mixed = mixed_weight(weights.down)
         stored = [v for w in (gate, weights.up, mixed) for v in self._columns(g, w)]
         mix = g.constant("mix", mixing_matrix())
         shape = g.constant("mixed_shape", _ints(-1, width))
@@ -177,12 +180,19 @@ class RowInt8Format:
         runs = g.op("Reshape", x, g.constant("runs_shape", _ints(-1, MIX_WIDTH)))
         mixed = g.op("MatMul", runs, g.constant("mix", mixing_matrix()))
         shape = g.constant(f"mixed_shape_{weight.shape[1]}", _ints(-1, weight.shape[1]))
-        return self.linear(g, g.op("Reshape", mixed, shape), _mixed(weight))
+        return self.linear(g, g.op("Reshape", mixed, shape), mixed_weight(weight))
+
+    def quantize(self, weight: Weight) -> RowInt8:
+        """What is stored of a weight."""
+        trained = weight.trained()
+        if isinstance(trained, RowInt8):
+            return trained
+        return quantize_row_int8(weight.load(), weight.gram())
 
     def _columns(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
         """Codes [in, out], as the product wants them, and scales."""
         g.store.describe(weight.name, weight.shape, self.name)
-        quantized = cache(lambda: quantize_row_int8(weight.load(), weight.gram()))
+        quantized = cache(lambda: self.quantize(weight))
         codes = g.weight(
             f"{weight.name}.codes_t", lambda: np.ascontiguousarray(quantized().codes.T)
         )
@@ -191,13 +201,13 @@ class RowInt8Format:
     def _rows(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
         """Codes [out, in], as a lookup wants them, and scales."""
         g.store.describe(weight.name, weight.shape, self.name)
-        quantized = cache(lambda: quantize_row_int8(weight.load(), weight.gram()))
+        quantized = cache(lambda: self.quantize(weight))
         codes = g.weight(f"{weight.name}.codes", lambda: quantized().codes)
         return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
 
 
 def mixing_matrix() -> Float:
-    """The normalized Hadamard matrix, [MIX_WIDTH, MIX_WIDTH]; symmetric and its own inverse."""
+    """The normalized Hadamard matrix, [MIX_WIDTH, MIX_WIDTH]; orthogonal."""
     signs = hadamard(MIX_WIDTH)
     assert signs is not None
     return np.asarray(signs / np.sqrt(MIX_WIDTH), np.float32)
@@ -209,14 +219,23 @@ def mix_runs(weight: Float) -> Float:
     return np.asarray(runs @ mixing_matrix()).reshape(weight.shape)
 
 
-def _mixed(weight: Weight) -> Weight:
-    """The weight for inputs of which every run of MIX_WIDTH is mixed."""
+def unmix_runs(weight: Float) -> Float:
+    """The inverse of `mix_runs`."""
+    runs = weight.reshape(-1, MIX_WIDTH)
+    return np.asarray(runs @ mixing_matrix().T).reshape(weight.shape)
+
+
+def mixed_weight(weight: Weight) -> Weight:
+    """The weight for inputs of which every run of MIX_WIDTH is mixed.
+
+    A weight that was trained for row INT8 was trained for these inputs.
+    """
 
     def gram() -> Float | None:
         plain = weight.gram()
         return None if plain is None else mix_runs(mix_runs(plain).T)
 
-    return Weight(weight.name, weight.shape, lambda: mix_runs(weight.load()), lambda: None, gram)
+    return replace(weight, load=lambda: mix_runs(weight.load()), blocks=lambda: None, gram=gram)
 
 
 def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:
@@ -254,6 +273,16 @@ class BlockFormat:
         self._bits, self._block_size = bits, block_size
         self._accuracy_level, self._lossless = accuracy_level, lossless
         self._layouts: dict[str, _BlockLayout] = {}
+
+    @property
+    def quantizes_activations(self) -> bool:
+        return self._accuracy_level == 4
+
+    def quantize(self, weight: Weight, *, embedding: bool = False) -> Blocks | None:
+        """What is stored of a weight; None where that is float32."""
+        if self._fitting(weight) is None:
+            return None
+        return self._quantize(weight, 8 if embedding else self._bits, embedding)
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         if self._fitting(weight) is None:
@@ -328,6 +357,9 @@ class BlockFormat:
             return own
         size = self._fitting(weight)
         assert size is not None
+        trained = weight.trained()
+        if isinstance(trained, Blocks) and (trained.bits, trained.block_size) == (bits, size):
+            return trained
         if bits == 8:
             return quantize_blocks_8bit(weight.load(), size)
         return quantize_blocks_4bit(weight.load(), size, weight.gram())

@@ -100,7 +100,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "pynvml": ("runtime.doctor",),
     "onnx_ir": ("exporters",),
     "gguf": ("exporters.checkpoint",),
-    "safetensors": ("exporters.checkpoint",),
+    "safetensors": ("exporters.checkpoint", "exporters.train"),
+    "torch": ("exporters.train",),
     "rich": ("exporters.cli",),
 }
 

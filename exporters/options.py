@@ -1,0 +1,90 @@
+"""What an export is asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from headrace.exporters.graph.decoder import FORMS
+from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS, Rule, find_precision
+from headrace.runtime.errors import ConfigError
+
+DEFAULT_FORMS = ("ragged", "uniform")
+KV_CACHES = ("auto", "int8", "int4", "fp32")
+DEFAULT_THRESHOLD_NATS = 0.01  # of `auto`
+DEFAULT_QAT_STEPS = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """How to export.
+
+    Attributes:
+        precision: a name of `precision.PRECISIONS`.
+        kv_cache: "int8", "int4", "fp32", or "auto": INT8 if it adds at most `KV_GATE_NATS`, and
+            fp32 for an fp32 package. What a quantized cache adds is measured and reported.
+        forms: of `graph.decoder.FORMS`.
+        rules: pins of weights to formats; the first that matches a weight wins.
+        quant_threshold: mean KL in nats against the FP32 model that the finished package may have
+            on text that was not calibrated on; None: `DEFAULT_THRESHOLD_NATS` for `auto`, no
+            limit for others.
+        force: write a package that is over the threshold.
+        calibrate: False: round to nearest and measure nothing; the cache is float32.
+        calibration_text: in place of the prose that comes with headrace.
+        overwrite: replace an existing package.
+        qat_text: train the weights in their formats on this text (`qat.py`); None: do not.
+        qat_steps: how long.
+    """
+
+    precision: str = DEFAULT_PRECISION
+    kv_cache: str = "auto"
+    forms: Sequence[str] = DEFAULT_FORMS
+    rules: Sequence[Rule] = ()
+    quant_threshold: float | None = None
+    force: bool = False
+    calibrate: bool = True
+    calibration_text: str | None = None
+    overwrite: bool = False
+    qat_text: str | None = None
+    qat_steps: int = DEFAULT_QAT_STEPS
+
+    def check(self) -> None:
+        """Raises ConfigError: an option is unknown, or two of them exclude each other."""
+        chosen = find_precision(self.precision)
+        if self.kv_cache not in KV_CACHES:
+            raise ConfigError("kv_cache", self.kv_cache, f"one of {', '.join(KV_CACHES)}")
+        unknown = [form for form in self.forms if form not in FORMS]
+        if not self.forms or unknown:
+            raise ConfigError("form", unknown and unknown[0], f"one or more of {', '.join(FORMS)}")
+        threshold = self.quant_threshold
+        if threshold is not None and not 0 < threshold < math.inf:
+            raise ConfigError("quant_threshold", threshold, "a number of nats above 0")
+        needs = {
+            f"precision {self.precision}": bool(chosen.measured),
+            f"kv_cache {self.kv_cache}": self.kv_cache in ("int8", "int4"),
+            "quant_threshold": threshold is not None,
+            "calibration_text": self.calibration_text is not None,
+            "qat": self.qat_text is not None,
+        }
+        if not self.calibrate and (wanting := [name for name, wants in needs.items() if wants]):
+            raise ConfigError("calibrate", False, f"calibration, which {wanting[0]} needs")
+        if self.qat_text is not None:
+            self._check_qat()
+
+    def _check_qat(self) -> None:
+        if not find_precision(self.precision).can_be_trained:
+            names = ", ".join(name for name, p in PRECISIONS.items() if p.can_be_trained)
+            raise ConfigError(
+                "qat", self.precision, f"a precision that rounds weights to 4 or 8 bits: {names}"
+            )
+        if any(rule.format == "keep" for rule in self.rules):
+            raise ConfigError("rule", "keep", "with --qat no rule that keeps blocks as they are")
+        if self.qat_steps < 1:
+            raise ConfigError("qat_steps", self.qat_steps, "a number of steps above 0")
+
+    @property
+    def threshold_nats(self) -> float | None:
+        if self.quant_threshold is None and self.precision == "auto":
+            return DEFAULT_THRESHOLD_NATS
+        return self.quant_threshold

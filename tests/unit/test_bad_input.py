@@ -29,11 +29,7 @@ from headrace.exporters.archs.llama import spec_from_config
 from headrace.exporters.checkpoint.source import open_checkpoint
 from headrace.exporters.checkpoint.values import LazyTensor, QuantBlocks
 from headrace.exporters.graph.rope import inverse_frequencies
-from headrace.runtime.errors import (
-    CheckpointError,
-    ConfigError,
-    ExportError,
-)
+from headrace.runtime.errors import CheckpointError, ConfigError, ExportError
 
 Capture = pytest.CaptureFixture[str]
 FAST = ["--precision", "w8a8_row", "--kv-cache", "fp32"]

@@ -327,7 +327,6 @@ def test_a_full_disk(source: Path, small_disk: Path, capsys: Capture) -> None:
 STAGES = ["checked_spec", "calibrate", "build_decoder", "check_graph", "file_sha256"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """A job in the background is started with interrupts ignored."""
@@ -336,6 +335,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["interrupt", "disk full"])
 def test_an_export_that_ends_early_leaves_things_as_they_were(

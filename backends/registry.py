@@ -10,7 +10,7 @@ from typing import cast
 from headrace.backends.base import Backend
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.errors import BackendUnavailableError, ConfigError
-from headrace.runtime.hardware import HardwareInfo
+from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import Manifest
 
 # In the order that "auto" prefers.

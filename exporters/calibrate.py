@@ -31,7 +31,7 @@ from headrace.exporters.graph.decoder import DecoderParts, build_decoder
 from headrace.exporters.graph.linear import BlockFormat, Float32, LinearFormat, Weight
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.validate import GraphRunner
-from headrace.runtime.chat import render_chat
+from headrace.runtime.chat.template import render_chat
 from headrace.runtime.errors import ExportError
 from headrace.runtime.fidelity import Fidelity, FidelityMeter, spread_chunks
 

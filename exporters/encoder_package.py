@@ -33,7 +33,7 @@ from headrace.exporters.options import ExportOptions
 from headrace.exporters.package import Progress, list_files
 from headrace.exporters.precision import find_precision
 from headrace.exporters.weight_source import WeightSource
-from headrace.runtime.encoder_manifest import (
+from headrace.runtime.encoder.manifest import (
     EncoderInfo,
     EncoderManifest,
     EncoderTargetInfo,

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.ort_import import load_onnxruntime
-from headrace.runtime import encoder_manifest as io
-from headrace.runtime.encoder_manifest import PoolingInfo
+from headrace.runtime.encoder import manifest as io
+from headrace.runtime.encoder.manifest import PoolingInfo
+from headrace.runtime.encoder.pooling import normalized, pool
 from headrace.runtime.errors import ExportError
-from headrace.runtime.pooling import normalized, pool
 
 Float = NDArray[np.float32]
 

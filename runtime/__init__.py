@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.runtime.api import Runtime
     from headrace.runtime.config import EngineConfig, GenerationConfig
-    from headrace.runtime.embedder import Embedder
-    from headrace.runtime.grammar import Grammar
+    from headrace.runtime.encoder.embedder import Embedder
+    from headrace.runtime.grammar.spec import Grammar
 
 __all__ = ["Embedder", "EngineConfig", "GenerationConfig", "Grammar", "Runtime"]
 
@@ -20,8 +20,8 @@ _HOMES = {
     "Runtime": "api",
     "EngineConfig": "config",
     "GenerationConfig": "config",
-    "Embedder": "embedder",
-    "Grammar": "grammar",
+    "Embedder": "encoder.embedder",
+    "Grammar": "grammar.spec",
 }
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace.runtime.chat.tool_calls import ToolCall
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.core import SampledToken, Sequence
-from headrace.runtime.sampling import Sampler
-from headrace.runtime.tool_calls import ToolCall
+from headrace.runtime.sampling.sampler import Sampler
 
 
 class Text(Protocol):

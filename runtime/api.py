@@ -22,14 +22,14 @@ from typing import Any, Literal, TypeVar, overload
 
 from headrace.backends.base import Capabilities
 from headrace.runtime.answer import Request
-from headrace.runtime.chat import ChatTemplate
-from headrace.runtime.chat_prompt import PromptTokenizer, chat_prompt
+from headrace.runtime.chat.prompt import PromptTokenizer, chat_prompt
+from headrace.runtime.chat.template import ChatTemplate
+from headrace.runtime.chat.tool_choice import Tools
 from headrace.runtime.completion import Completion, TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import StepRecord
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import HeadraceError, RequestError
-from headrace.runtime.tool_choice import Tools
 from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
 from headrace.runtime.worker import RequestHandle, Worker
 

@@ -219,28 +219,28 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from headrace.runtime import cli_run
+    from headrace.runtime.commands import run
 
-    options = sampling_options(args) | cli_run.grammar_option(args)
-    return cli_run.run(args, engine_options(args), options)
+    options = sampling_options(args) | run.grammar_option(args)
+    return run.run(args, engine_options(args), options)
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from headrace.runtime import cli_chat
+    from headrace.runtime.commands import chat
 
-    return cli_chat.chat(args, engine_options(args), sampling_options(args))
+    return chat.chat(args, engine_options(args), sampling_options(args))
 
 
 def _embed(args: argparse.Namespace) -> int:
-    from headrace.runtime import cli_embed
+    from headrace.runtime.commands import embed
 
-    return cli_embed.embed(args)
+    return embed.embed(args)
 
 
 def _bench(args: argparse.Namespace) -> int:
     if args.fidelity is not None:
         return _bench_fidelity(args)
-    from headrace.runtime import bench
+    from headrace.runtime.commands import bench
 
     report = bench.measure(
         args.folder,
@@ -257,7 +257,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _bench_fidelity(args: argparse.Namespace) -> int:
-    from headrace.runtime import bench_fidelity
+    from headrace.runtime.commands import bench_fidelity
 
     if args.text is None:
         raise ConfigError("text", None, "the file to compare on, with --fidelity")
@@ -278,7 +278,7 @@ def _bench_fidelity(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from headrace.runtime import doctor
+    from headrace.runtime.commands import doctor
 
     found = doctor.collect()
     print(_json(found.to_dict()) if args.json else doctor.render(found))
@@ -286,7 +286,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from headrace.runtime import inspect
+    from headrace.runtime.commands import inspect
 
     summary = inspect.summarize(args.folder, verify=args.verify)
     print(_json(summary) if args.json else inspect.render(summary))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.runtime.chat.tool_calls import ToolCall
 from headrace.runtime.core import FinishReason, SampledToken
-from headrace.runtime.tool_calls import ToolCall
 
 
 @dataclass(frozen=True, slots=True)

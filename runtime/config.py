@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from headrace.runtime.errors import ConfigError, PackageError
-from headrace.runtime.grammar import Grammar
+from headrace.runtime.grammar.spec import Grammar
 from headrace.runtime.manifest import MAX_ROW_TOKENS
 from headrace.runtime.option_checks import (
     flag,

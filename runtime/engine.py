@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable
 
 from headrace.backends.base import Backend, Capabilities, StepOutput
 from headrace.runtime.answer import Answer, Request, StepEvent, Text
-from headrace.runtime.batching import Fairness
-from headrace.runtime.candidates import Scratch
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
@@ -36,10 +34,12 @@ from headrace.runtime.core import (
 )
 from headrace.runtime.drafting.drafter import Drafter, make_drafter
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
-from headrace.runtime.grammar_matcher import GrammarCompiler, GrammarMatcher
-from headrace.runtime.limits import Limits
-from headrace.runtime.sampling import Sampler, sample_seed
-from headrace.runtime.scheduler import Scheduler
+from headrace.runtime.grammar.matcher import GrammarCompiler, GrammarMatcher
+from headrace.runtime.sampling.candidates import Scratch
+from headrace.runtime.sampling.sampler import Sampler, sample_seed
+from headrace.runtime.scheduling.fairness import Fairness
+from headrace.runtime.scheduling.limits import Limits
+from headrace.runtime.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

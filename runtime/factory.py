@@ -11,14 +11,14 @@ from headrace.backends.cpu_avx512.encoder import CpuEncoder
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
-from headrace.runtime.embedder import Embedder, load_tokenizer
-from headrace.runtime.encoder_manifest import read_encoder_manifest
+from headrace.runtime.encoder.embedder import Embedder, load_tokenizer
+from headrace.runtime.encoder.manifest import read_encoder_manifest
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import PackageError
-from headrace.runtime.grammar_matcher import GrammarCompiler
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.grammar.matcher import GrammarCompiler
+from headrace.runtime.machine.hardware import probe_hardware
+from headrace.runtime.machine.memory import trim_heap
 from headrace.runtime.manifest import Manifest, package_path, read_manifest
-from headrace.runtime.memory import trim_heap
 from headrace.runtime.text import TextStream
 from headrace.runtime.tokenizer import Tokenizer
 

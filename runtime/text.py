@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from headrace.runtime.tool_calls import ToolCall, ToolCallParser, ToolFormat
+from headrace.runtime.chat.tool_calls import ToolCall, ToolCallParser, ToolFormat
 
 
 class StopMatcher:

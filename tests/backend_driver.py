@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.backends.registry import create_backend
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import Row, StepPlan
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import read_manifest
 
 Float = NDArray[np.float32]

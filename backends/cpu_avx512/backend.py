@@ -31,7 +31,7 @@ from headrace.backends.ort_session import cpu_session, map_ort_errors
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
-from headrace.runtime.hardware import HardwareInfo
+from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import (
     BLOCK_MAXIMA,
     LOGITS,

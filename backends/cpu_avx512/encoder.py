@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.backends.ort_session import cpu_session, map_ort_errors
-from headrace.runtime import encoder_manifest as io
-from headrace.runtime.encoder_manifest import EncoderManifest
+from headrace.runtime.encoder import manifest as io
+from headrace.runtime.encoder.manifest import EncoderManifest
 from headrace.runtime.errors import BackendError, InsufficientMemoryError, PackageError
-from headrace.runtime.hardware import HardwareInfo
+from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import package_path
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class CpuEncoder:
         self._pool = ThreadPoolExecutor(threads.num_threads, thread_name_prefix="headrace-embed")
 
     def run(self, calls: Sequence[TokenIds]) -> Iterator[Float]:
-        """See `runtime.embedder.Encoder`."""
+        """See `runtime.encoder.embedder.Encoder`."""
         with self._lock:
             if self._wide is None:
                 raise BackendError("the encoder was closed")

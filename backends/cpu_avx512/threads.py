@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.runtime.errors import ConfigError
-from headrace.runtime.hardware import HardwareInfo
+from headrace.runtime.machine.hardware import HardwareInfo
 
 # onnxruntime 1.32 has tile kernels for 8-bit integers only; its bf16 ones do not exist.
 _TILES = "amx_int8"

@@ -23,7 +23,7 @@ from headrace.exporters.archs.encoder_spec import EncoderSpec
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.linear import LinearFormat, Weight
 from headrace.exporters.graph.weights import WeightStore
-from headrace.runtime import encoder_manifest as io
+from headrace.runtime.encoder import manifest as io
 
 Float = NDArray[np.float32]
 _OPSET = 24  # first whose Attention takes a number of tokens a row

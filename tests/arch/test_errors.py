@@ -24,11 +24,11 @@ OTHERS = {
     ("runtime.api", "TypeError"): "caught in the same function, with Python's own",
     ("runtime.cli", "ArgumentTypeError"): "how a type tells argparse of wrong usage",
     ("runtime.mailbox", "RuntimeError"): "what asyncio raises for a loop that is gone",
-    ("runtime.tool_calls", "JSONDecodeError"): "caught in the caller, with the decoder's own",
+    ("runtime.chat.tool_calls", "JSONDecodeError"): "caught in the caller, with the decoder's own",
     ("runtime.worker", "TimeoutError"): "what a wait with a timeout raises all over Python",
-    ("runtime.template_sandbox", "SecurityError"): "Jinja's; ChatTemplate makes it a TemplateError",
-    ("runtime.template_sandbox", "LimitError"): "a SecurityError",
-    ("runtime.template_limits", "LimitError"): "a SecurityError",
+    ("runtime.chat.sandbox", "SecurityError"): "Jinja's; ChatTemplate makes it a TemplateError",
+    ("runtime.chat.sandbox", "LimitError"): "a SecurityError",
+    ("runtime.chat.sandbox_limits", "LimitError"): "a SecurityError",
 }
 # `assert` in the place of an expression; how a script ends.
 EVERYWHERE = {"AssertionError", "SystemExit"}

@@ -17,7 +17,7 @@ from headrace.backends.cpu_avx512.backend import CpuBackend
 from headrace.exporters.validate import GraphRunner
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import KvCopy, KvRelease, Row, StepPlan
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import PROBABILITY_BLOCK, read_manifest
 
 SLOTS = 6

@@ -13,7 +13,7 @@ import pytest
 from headrace.backends.cpu_avx512.backend import CpuBackend
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import Row, StepPlan
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import read_manifest
 
 TOKENS = 1024

@@ -31,7 +31,7 @@ from headrace.backends.cpu_avx512.threads import choose_kernels
 from headrace.exporters.graph.builder import GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.functions import row_quant_matmul
 from headrace.exporters.graph.weights import WeightStore
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 
 QEMU = shutil.which("qemu-x86_64")
 CPU = "Haswell"
@@ -81,7 +81,7 @@ import json, sys
 from pathlib import Path
 sys.executable, root = sys.argv[1], Path(sys.argv[2])
 from headrace.backends.cpu_avx512.threads import choose_kernels
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 found = probe_hardware(root)
 kernels = choose_kernels(found)
 print(json.dumps({

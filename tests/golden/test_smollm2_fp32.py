@@ -15,7 +15,7 @@ from smollm2 import compare_with_golden, golden, prompts, require_checkpoint
 
 from headrace.exporters.checkpoint.source import open_checkpoint
 from headrace.runtime.api import Runtime
-from headrace.runtime.chat import ChatTemplate
+from headrace.runtime.chat.template import ChatTemplate
 from headrace.runtime.manifest import read_manifest
 from headrace.runtime.tokenizer import Tokenizer
 

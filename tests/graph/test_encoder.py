@@ -11,8 +11,8 @@ from tiny_bert import tiny_wordpiece, write_tiny_bert
 
 from headrace.exporters.encoder_package import export_encoder
 from headrace.exporters.encoder_runner import compare_vectors, encode_plainly
-from headrace.runtime.embedder import Embedder, load_tokenizer
-from headrace.runtime.encoder_manifest import read_encoder_manifest
+from headrace.runtime.encoder.embedder import Embedder, load_tokenizer
+from headrace.runtime.encoder.manifest import read_encoder_manifest
 
 TEXTS = [
     "a short one",

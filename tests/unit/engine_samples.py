@@ -11,7 +11,7 @@ from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import FinishReason, RowResult, SampledToken, StepPlan, StepResult
 from headrace.runtime.engine import Engine
-from headrace.runtime.limits import Limits
+from headrace.runtime.scheduling.limits import Limits
 from headrace.runtime.text import TextStream
 
 EOS = 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.runtime.hardware import HardwareInfo
+from headrace.runtime.machine.hardware import HardwareInfo
 
 GIB = 2**30
 CPUS = "sys/devices/system/cpu"

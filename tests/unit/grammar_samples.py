@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.backends.fake import FakeBackend, LogitsFn, hashed_logits
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.engine import Engine
-from headrace.runtime.grammar_matcher import GrammarCompiler, GrammarMatcher
+from headrace.runtime.grammar.matcher import GrammarCompiler, GrammarMatcher
 from headrace.runtime.text import TextStream
 
 EOS, SPECIAL = 0, 1

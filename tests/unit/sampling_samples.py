@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from headrace.runtime.candidates import Logits, Scratch
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.sampling import Sampler
+from headrace.runtime.sampling.candidates import Logits, Scratch
+from headrace.runtime.sampling.sampler import Sampler
 
 # A uniform number or truncation bound this near to a boundary may fall to either side in float32.
 AMBIGUOUS = 1e-6

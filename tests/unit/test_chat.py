@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizer_samples import MARKUP, SPECIAL, sample, sample_library, smollm2
 
-from headrace.runtime.chat import ChatTemplate, Segments, render_chat
+from headrace.runtime.chat.template import ChatTemplate, Segments, render_chat
 from headrace.runtime.errors import RequestError, TemplateError
 
 CHATML = (

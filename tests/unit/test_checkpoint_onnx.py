@@ -12,7 +12,7 @@ from tiny_bert import write_tiny_bert
 
 from headrace.exporters.checkpoint.source import open_checkpoint
 from headrace.exporters.encoder_package import export_encoder
-from headrace.runtime.embedder import Embedder
+from headrace.runtime.encoder.embedder import Embedder
 from headrace.runtime.errors import CheckpointError
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from headrace.runtime import Runtime, cli, cli_chat
+from headrace.runtime import Runtime, cli
+from headrace.runtime.commands import chat
 from headrace.runtime.completion import TokenDelta
 
 GREEDY = ["--max-new-tokens", "8", "--temperature", "0"]
@@ -181,7 +182,7 @@ def test_chat_is_a_conversation(
         second = runtime.chat(conversation, max_new_tokens=8, temperature=0).text
     assert printed.out == f"{first}\n{second}\n{first}\n"
     assert "tok/s" in printed.err
-    assert cli_chat.HELP in printed.err
+    assert chat.HELP in printed.err
 
 
 def test_chat_goes_on_after_a_turn_that_is_too_long(
@@ -200,16 +201,16 @@ def test_interrupting_an_answer_keeps_the_conversation(
 ) -> None:
     with Runtime.load(package) as runtime:
         asked: list[Any] = []
-        chat = runtime.chat
+        answer = runtime.chat
 
         def interrupted(messages: Any, **options: Any) -> Iterator[TokenDelta]:
             asked.append([message["role"] for message in messages])
-            deltas = chat(messages, **options)
+            deltas = answer(messages, **options)
             yield next(delta for delta in deltas if delta.text)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(runtime, "chat", interrupted)
-        conversation = cli_chat.Conversation(runtime, "Be brief.", {"max_new_tokens": 40})
+        conversation = chat.Conversation(runtime, "Be brief.", {"max_new_tokens": 40})
         conversation.ask("hello")
         conversation.ask("go on")
     assert asked == [["system", "user"], ["system", "user", "assistant", "user"]]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.errors import ConfigError, PackageError
-from headrace.runtime.grammar import Grammar
+from headrace.runtime.grammar.spec import Grammar
 
 INF, NAN = math.inf, math.nan
 

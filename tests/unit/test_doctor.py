@@ -14,11 +14,11 @@ import pytest
 from fake_machine import hardware
 
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
-from headrace.runtime import doctor
-from headrace.runtime.doctor import DoctorReport, Feature, Gpu, GpuFacts, OrtFacts
+from headrace.runtime.commands import doctor
+from headrace.runtime.commands.doctor import DoctorReport, Feature, Gpu, GpuFacts, OrtFacts
 from headrace.runtime.errors import BackendUnavailableError
-from headrace.runtime.hardware import HardwareInfo
-from headrace.runtime.isa_probe import PROBED, ProbeResult
+from headrace.runtime.machine.hardware import HardwareInfo
+from headrace.runtime.machine.isa_probe import PROBED, ProbeResult
 
 CPU_ONLY = OrtFacts({"onnxruntime": "1.32.0"}, "1.32.0", ("CPUExecutionProvider",), None)
 AVX2_ONLY = frozenset({"avx2"})

@@ -27,7 +27,7 @@ from headrace.runtime.errors import (
     PromptTooLongError,
     RequestError,
 )
-from headrace.runtime.sampling import sample_seed
+from headrace.runtime.sampling.sampler import sample_seed
 
 GREEDY = GenerationConfig(max_new_tokens=24, ignore_eos=True)
 SAMPLED = GenerationConfig(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=5)

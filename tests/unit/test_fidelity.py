@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.runtime import bench_fidelity, cli
+from headrace.runtime import cli
+from headrace.runtime.commands import bench_fidelity
 from headrace.runtime.errors import ConfigError, PackageError, RequestError
 from headrace.runtime.fidelity import FidelityMeter, first_difference, spread_chunks
 from headrace.runtime.text_files import read_text

@@ -33,13 +33,13 @@ from hypothesis import strategies as st
 from sampling_samples import AMBIGUOUS, bell, configs
 
 from headrace.backends.fake import hashed_logits
-from headrace.runtime import sampling_reference as reference
-from headrace.runtime.candidates import Scratch
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.errors import ConfigError, RequestError
-from headrace.runtime.grammar import MAX_GRAMMAR_BYTES, Grammar
-from headrace.runtime.grammar_matcher import GrammarCompiler
-from headrace.runtime.sampling import Sampler
+from headrace.runtime.grammar.matcher import GrammarCompiler
+from headrace.runtime.grammar.spec import MAX_GRAMMAR_BYTES, Grammar
+from headrace.runtime.sampling import reference
+from headrace.runtime.sampling.candidates import Scratch
+from headrace.runtime.sampling.sampler import Sampler
 
 PERSON = Grammar.json_schema(
     {

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
-from headrace.runtime import hardware as module
-from headrace.runtime import isa_probe, topology
 from headrace.runtime.errors import ConfigError
-from headrace.runtime.hardware import HardwareInfo, probe_hardware
-from headrace.runtime.isa_probe import ProbeResult
-from headrace.runtime.topology import CpuName
+from headrace.runtime.machine import hardware as module
+from headrace.runtime.machine import isa_probe, topology
+from headrace.runtime.machine.hardware import HardwareInfo, probe_hardware
+from headrace.runtime.machine.isa_probe import ProbeResult
+from headrace.runtime.machine.topology import CpuName
 
 
 def test_this_machine() -> None:

@@ -10,7 +10,7 @@ from fake_machine import GIB, write_files
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime import cgroups
+from headrace.runtime.machine import cgroups
 
 V2_FILES = ("cpu.max", "memory.max", "memory.current", "memory.stat")
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime import isa_probe
-from headrace.runtime.isa_probe import ProbeResult
+from headrace.runtime.machine import isa_probe
+from headrace.runtime.machine.isa_probe import ProbeResult
 
 needs_probes = pytest.mark.skipif(
     isa_probe.obstacle() is not None, reason="instructions cannot be executed here"

@@ -11,8 +11,8 @@ from fake_machine import CPUS, write_cores, write_files
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime import isa_probe, topology
-from headrace.runtime.topology import CoreCounts
+from headrace.runtime.machine import isa_probe, topology
+from headrace.runtime.machine.topology import CoreCounts
 
 X86_TEXT = """processor\t: 0
 vendor_id\t: GenuineIntel

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from headrace.runtime.pooling import normalized, pool
+from headrace.runtime.encoder.pooling import normalized, pool
 
 LENGTHS = [3, 1, 7, 2]
 STATES = np.random.default_rng(0).standard_normal((sum(LENGTHS), 16)).astype(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime.prefix_index import PrefixIndex, common_length
+from headrace.runtime.scheduling.prefix_index import PrefixIndex, common_length
 
 texts = st.lists(st.integers(0, 2), max_size=12)
 

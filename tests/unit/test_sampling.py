@@ -12,11 +12,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from sampling_samples import AMBIGUOUS, bell, cases, make_sampler
 
-from headrace.runtime import sampling_reference as reference
-from headrace.runtime.candidates import Logits, Scratch
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.errors import BackendError, RequestError
-from headrace.runtime.sampling import Sampler, sample_seed, uniform
+from headrace.runtime.sampling import reference
+from headrace.runtime.sampling.candidates import Logits, Scratch
+from headrace.runtime.sampling.sampler import Sampler, sample_seed, uniform
 
 SHAPES = [(7, 3.0), (64, 1.0), (300, 4.0), (1000, 0.2), (5000, 6.0)]
 

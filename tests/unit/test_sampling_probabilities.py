@@ -10,10 +10,10 @@ from hypothesis import event, given, settings
 from sampling_samples import AMBIGUOUS, cases, make_sampler, plain_configs
 
 from headrace.backends.base import Probabilities
-from headrace.runtime import sampling_reference as reference
-from headrace.runtime.candidates import Logits
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.manifest import PROBABILITY_BLOCK
+from headrace.runtime.sampling import reference
+from headrace.runtime.sampling.candidates import Logits
 
 
 @settings(max_examples=200)

@@ -6,7 +6,6 @@ import sys
 import pytest
 from engine_samples import make_limits, result_of
 
-from headrace.runtime.batching import MIN_CHUNK_TOKENS, ChunkBudget
 from headrace.runtime.core import (
     FinishReason,
     KvCopy,
@@ -16,7 +15,8 @@ from headrace.runtime.core import (
     StepPlan,
 )
 from headrace.runtime.errors import InsufficientMemoryError, PromptTooLongError
-from headrace.runtime.scheduler import Scheduler
+from headrace.runtime.scheduling.fairness import MIN_CHUNK_TOKENS, ChunkBudget
+from headrace.runtime.scheduling.scheduler import Scheduler
 
 
 def sequence(seq_id: int, prompt_len: int = 4, new: int = 8, parent: int | None = None) -> Sequence:
@@ -222,7 +222,7 @@ def test_chunk_budget_survives_odd_timings() -> None:
 
 def test_scheduler_loads_nothing_heavy() -> None:
     code = (
-        "import sys, headrace.runtime.scheduler; "
+        "import sys, headrace.runtime.scheduling.scheduler; "
         "bad = {'numpy', 'onnxruntime', 'tokenizers', 'asyncio'} & set(sys.modules); "
         "assert not bad, bad"
     )

@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.backends.base import StepOutput
 from headrace.backends.fake import FakeBackend, hashed_logits
-from headrace.runtime.batching import Fairness
 from headrace.runtime.core import (
     FinishReason,
     RowResult,
@@ -27,8 +26,9 @@ from headrace.runtime.core import (
     StepPlan,
     StepResult,
 )
-from headrace.runtime.prefix_index import common_length
-from headrace.runtime.scheduler import Scheduler
+from headrace.runtime.scheduling.fairness import Fairness
+from headrace.runtime.scheduling.prefix_index import common_length
+from headrace.runtime.scheduling.scheduler import Scheduler
 
 VOCAB, CONTEXT, SLOTS, BUDGET = 32, 40, 3, 90
 LOGITS = hashed_logits(VOCAB)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine_samples import make_limits, result_of
 
-from headrace.runtime.batching import Fairness
 from headrace.runtime.core import KvCopy, KvRelease, Sequence, SequenceState, StepPlan
-from headrace.runtime.scheduler import Scheduler
+from headrace.runtime.scheduling.fairness import Fairness
+from headrace.runtime.scheduling.scheduler import Scheduler
 
 SYSTEM = list(range(100, 130))
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime.slots import SlotPool
+from headrace.runtime.scheduling.slots import SlotPool
 
 
 def test_lowest_free_slot_comes_first() -> None:

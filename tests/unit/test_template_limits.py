@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 
-from headrace.runtime import template_limits
-from headrace.runtime.template_limits import LimitError, text_size
-from headrace.runtime.template_sandbox import TemplateSandbox
+from headrace.runtime.chat import sandbox_limits
+from headrace.runtime.chat.sandbox import TemplateSandbox
+from headrace.runtime.chat.sandbox_limits import LimitError, text_size
 
 SANDBOX = TemplateSandbox()
 
 
 @pytest.fixture
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_CHARS", 1 << 16)
-    monkeypatch.setattr(template_limits, "MAX_WORK", 10_000)
+    monkeypatch.setattr(sandbox_limits, "MAX_CHARS", 1 << 16)
+    monkeypatch.setattr(sandbox_limits, "MAX_WORK", 10_000)
 
 
 def render(source: str, **values: Any) -> str:
@@ -99,19 +99,19 @@ BIG = "a" * 1000
 @pytest.mark.parametrize(
     "check",
     [
-        lambda: template_limits.check_string_call(BIG, "replace", ("a", BIG), {}),
-        lambda: template_limits.check_string_call(BIG, "join", ([BIG] * 50,), {}),
-        lambda: template_limits.check_string_call("{0}" * 100, "format", (BIG,), {}),
-        lambda: template_limits.check_string_call("{a}" * 100, "format", (), {"a": BIG}),
-        lambda: template_limits.check_filter("replace", BIG, ("a", BIG)),
-        lambda: template_limits.check_filter("join", [BIG] * 100, ()),
-        lambda: template_limits.check_filter("indent", "\n" * 2000, ()),
-        lambda: template_limits.check_filter("string", [BIG] * 100, ()),
-        lambda: template_limits.check_operands("*", [BIG], 100),
-        lambda: template_limits.check_operands("*", 100, BIG),
-        lambda: template_limits.check_operands("+", BIG * 40, BIG * 40),
-        lambda: template_limits.check_operands("%", "%s" * 100, BIG),
-        lambda: template_limits.check_operands("**", 10, 10**9),
+        lambda: sandbox_limits.check_string_call(BIG, "replace", ("a", BIG), {}),
+        lambda: sandbox_limits.check_string_call(BIG, "join", ([BIG] * 50,), {}),
+        lambda: sandbox_limits.check_string_call("{0}" * 100, "format", (BIG,), {}),
+        lambda: sandbox_limits.check_string_call("{a}" * 100, "format", (), {"a": BIG}),
+        lambda: sandbox_limits.check_filter("replace", BIG, ("a", BIG)),
+        lambda: sandbox_limits.check_filter("join", [BIG] * 100, ()),
+        lambda: sandbox_limits.check_filter("indent", "\n" * 2000, ()),
+        lambda: sandbox_limits.check_filter("string", [BIG] * 100, ()),
+        lambda: sandbox_limits.check_operands("*", [BIG], 100),
+        lambda: sandbox_limits.check_operands("*", 100, BIG),
+        lambda: sandbox_limits.check_operands("+", BIG * 40, BIG * 40),
+        lambda: sandbox_limits.check_operands("%", "%s" * 100, BIG),
+        lambda: sandbox_limits.check_operands("**", 10, 10**9),
     ],
 )
 def test_it_is_refused_before_it_is_made(check: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime.text_batches import call_tokens, plan_calls
+from headrace.runtime.encoder.batches import call_tokens, plan_calls
 
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(1, 600))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.runtime.tool_calls import (
+from headrace.runtime.chat.tool_calls import (
     HERMES,
     LLAMA,
     MISTRAL,

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from headrace.backends.fake import hashed_logits, scripted_logits
 from headrace.runtime.api import Runtime
-from headrace.runtime.chat import ChatTemplate
-from headrace.runtime.errors import ConfigError, RequestError
-from headrace.runtime.grammar import Grammar
-from headrace.runtime.tool_calls import (
+from headrace.runtime.chat.template import ChatTemplate
+from headrace.runtime.chat.tool_calls import (
     HERMES,
     LLAMA,
     MISTRAL,
@@ -27,6 +25,8 @@ from headrace.runtime.tool_calls import (
     ToolCall,
     ToolFormat,
 )
+from headrace.runtime.errors import ConfigError, RequestError
+from headrace.runtime.grammar.spec import Grammar
 
 HERMES_TEMPLATE = """{% if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer a call as <tool_call>{"name": ..., "arguments": ...}</tool_call>

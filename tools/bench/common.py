@@ -12,10 +12,10 @@ from typing import Any
 
 from headrace.backends.base import Backend, Capabilities
 from headrace.backends.registry import choose_device, create_backend
-from headrace.runtime.bench import hardware, versions
+from headrace.runtime.commands.bench import hardware, versions
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import StepPlan
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import read_manifest
 
 # Threads of other sessions spin for 40 ms after their last step and would slow the next one.

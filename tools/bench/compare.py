@@ -19,7 +19,7 @@ from typing import Any
 import common
 
 from headrace.backends.base import Backend, Capabilities
-from headrace.runtime.bench import decode_plan, fill_plans
+from headrace.runtime.commands.bench import decode_plan, fill_plans
 from headrace.runtime.core import KvRelease, Row, StepPlan
 
 DECODE_STEPS = 4  # timed together in one round

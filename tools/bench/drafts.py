@@ -18,7 +18,7 @@ from statistics import geometric_mean, median
 import common
 
 from headrace.runtime import Runtime
-from headrace.runtime.chat import ChatTemplate
+from headrace.runtime.chat.template import ChatTemplate
 from headrace.runtime.factory import read_chat_template
 from headrace.runtime.manifest import read_manifest
 from headrace.runtime.tokenizer import Tokenizer

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.runtime import Embedder
-from headrace.runtime.bench import hardware
+from headrace.runtime.commands.bench import hardware
 
 Vectors = NDArray[np.float32]
 Encode = Callable[[list[str]], Any]

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.runtime.candidates import Scratch
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.grammar import Grammar
-from headrace.runtime.grammar_matcher import GrammarCompiler
+from headrace.runtime.grammar.matcher import GrammarCompiler
+from headrace.runtime.grammar.spec import Grammar
 from headrace.runtime.manifest import read_manifest
-from headrace.runtime.sampling import Sampler
+from headrace.runtime.sampling.candidates import Scratch
+from headrace.runtime.sampling.sampler import Sampler
 from headrace.runtime.tokenizer import Tokenizer
 
 SCHEMA = {

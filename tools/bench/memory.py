@@ -20,7 +20,7 @@ import common
 
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.runtime import Runtime
-from headrace.runtime.bench import peak_rss_bytes
+from headrace.runtime.commands.bench import peak_rss_bytes
 from headrace.runtime.manifest import read_manifest
 from headrace.runtime.tokenizer import Tokenizer
 

@@ -11,9 +11,9 @@ import timeit
 
 import numpy as np
 
-from headrace.runtime.candidates import Logits, Scratch
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.sampling import Sampler
+from headrace.runtime.sampling.candidates import Logits, Scratch
+from headrace.runtime.sampling.sampler import Sampler
 
 ROWS = 16
 CONFIGS: dict[str, dict[str, object]] = {

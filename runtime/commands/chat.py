@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from headrace.runtime.api import Runtime
-from headrace.runtime.cli_run import messages, with_limit
+from headrace.runtime.commands.run import messages, with_limit
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.errors import RequestError
 

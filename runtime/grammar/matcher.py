@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.runtime.errors import ConfigError, RequestError
-from headrace.runtime.grammar import Grammar
+from headrace.runtime.grammar.spec import Grammar
 
 if TYPE_CHECKING:
     import llguidance

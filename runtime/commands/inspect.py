@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from headrace.runtime.inspect_encoder import render_encoder, summarize_encoder
+from headrace.runtime.commands.inspect_encoder import render_encoder, summarize_encoder
 from headrace.runtime.manifest import (
     ENCODER_KIND,
     HEAD_MATRIX,

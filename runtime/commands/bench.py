@@ -25,7 +25,7 @@ from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
 from headrace.runtime.errors import RequestError
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import read_manifest
 
 MAX_STEP_ROWS = 32

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from headrace.runtime import cgroups, isa_probe, topology
-from headrace.runtime.isa_probe import ProbeResult
-from headrace.runtime.topology import CoreCounts
+from headrace.runtime.machine import cgroups, isa_probe, topology
+from headrace.runtime.machine.isa_probe import ProbeResult
+from headrace.runtime.machine.topology import CoreCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from headrace.runtime.encoder_manifest import EncoderManifest
+from headrace.runtime.encoder.batches import call_tokens, plan_calls
+from headrace.runtime.encoder.manifest import EncoderManifest
+from headrace.runtime.encoder.pooling import normalized, pool
 from headrace.runtime.errors import EngineClosedError, PackageError, RequestError
 from headrace.runtime.manifest import package_path
-from headrace.runtime.pooling import normalized, pool
-from headrace.runtime.text_batches import call_tokens, plan_calls
 
 Float = NDArray[np.float32]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from headrace.runtime.embedder import Embedder, Embeddings
+from headrace.runtime.encoder.embedder import Embedder, Embeddings
 from headrace.runtime.errors import ConfigError, RequestError
 from headrace.runtime.text_files import read_text
 

@@ -3,7 +3,7 @@
 Jinja's immutable sandbox keeps a template from reaching Python's internals and from changing what
 it is given. On top of it, work and size are bounded without a thread or a signal: loops, calls,
 filters, operators and new lists go through hooks that charge a budget of the render, and what
-would be too large is refused before it is made (`template_limits`).
+would be too large is refused before it is made (`sandbox_limits`).
 
 The dialect is that of transformers: `trim_blocks`, `lstrip_blocks`, loop controls,
 `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `{% generation %}`.
@@ -27,7 +27,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from headrace.runtime.template_limits import (
+from headrace.runtime.chat.sandbox_limits import (
     Budget,
     LimitError,
     as_text,

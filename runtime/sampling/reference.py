@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.errors import RequestError
-from headrace.runtime.sampling import GREEDY_BELOW, uniform
+from headrace.runtime.sampling.sampler import GREEDY_BELOW, uniform
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """From a row of logits to a token.
 
-The definition, of which `sampling_reference` is the slow twin:
+The definition, of which `sampling.reference` is the slow twin:
 
 1. *Adjust.* Repetition penalty over prompt and answer (transformers: divide a positive logit,
    multiply a negative one), then presence and frequency penalty over the answer (OpenAI, vLLM:
@@ -28,7 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from headrace.backends.base import Probabilities
-from headrace.runtime.candidates import (
+from headrace.runtime.config import GenerationConfig
+from headrace.runtime.core import TokenAlternative
+from headrace.runtime.errors import BackendError, RequestError
+from headrace.runtime.grammar.matcher import GrammarMatcher
+from headrace.runtime.sampling.candidates import (
     Ids,
     Logits,
     Scratch,
@@ -43,11 +47,7 @@ from headrace.runtime.candidates import (
     nucleus_candidates,
     weigh,
 )
-from headrace.runtime.config import GenerationConfig
-from headrace.runtime.core import TokenAlternative
-from headrace.runtime.errors import BackendError, RequestError
-from headrace.runtime.grammar_matcher import GrammarMatcher
-from headrace.runtime.penalties import Penalties, has_penalty
+from headrace.runtime.sampling.penalties import Penalties, has_penalty
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy (as in vLLM)
 

@@ -1,7 +1,7 @@
 """What an answer may be: a JSON schema, a regular expression, or a grammar in Lark's notation.
 
 A `Grammar` is plain data. Whether it makes sense is found out when a request is prepared
-(`runtime.grammar_matcher`), for it needs the model's vocabulary.
+(`runtime.grammar.matcher`), for it needs the model's vocabulary.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.runtime.chat import ChatTemplate
+from headrace.runtime.chat.template import ChatTemplate
+from headrace.runtime.chat.tool_choice import CHOICES, Tools, call_grammar, function_names
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.errors import ConfigError, RequestError
 from headrace.runtime.text import TextStream, TokenTexts
-from headrace.runtime.tool_choice import CHOICES, Tools, call_grammar, function_names
 
 
 class PromptTokenizer(TokenTexts, Protocol):

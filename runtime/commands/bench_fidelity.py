@@ -18,14 +18,14 @@ from typing import Any
 from headrace.backends.base import Backend, Capabilities
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
-from headrace.runtime.bench import hardware, versions
-from headrace.runtime.chat import ChatTemplate
+from headrace.runtime.chat.template import ChatTemplate
+from headrace.runtime.commands.bench import hardware, versions
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import Row, StepPlan
 from headrace.runtime.errors import PackageError, RequestError
 from headrace.runtime.factory import read_chat_template
 from headrace.runtime.fidelity import Fidelity, FidelityMeter, first_difference, spread_chunks
-from headrace.runtime.hardware import probe_hardware
+from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import Manifest, read_manifest
 from headrace.runtime.text_files import read_text
 from headrace.runtime.tokenizer import Tokenizer

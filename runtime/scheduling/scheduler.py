@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.runtime.batching import ChunkBudget, Fairness
 from headrace.runtime.core import (
     FinishReason,
     KvCopy,
@@ -30,9 +29,10 @@ from headrace.runtime.core import (
     StepResult,
 )
 from headrace.runtime.drafting.drafter import Drafter
-from headrace.runtime.limits import Limits
-from headrace.runtime.prefix_cache import Placement, Prefix, PrefixCache
-from headrace.runtime.slots import SlotPool
+from headrace.runtime.scheduling.fairness import ChunkBudget, Fairness
+from headrace.runtime.scheduling.limits import Limits
+from headrace.runtime.scheduling.prefix_cache import Placement, Prefix, PrefixCache
+from headrace.runtime.scheduling.slots import SlotPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from headrace.runtime.chat.sandbox import TemplateSandbox
+from headrace.runtime.chat.tool_calls import tool_format
 from headrace.runtime.errors import RequestError, TemplateError
-from headrace.runtime.template_sandbox import TemplateSandbox
-from headrace.runtime.tool_calls import tool_format
 
 Segments = list[tuple[str, bool]]
 Positions = Callable[[str], Iterator[int]]

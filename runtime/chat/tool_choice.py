@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.runtime.chat.tool_calls import ToolFormat
 from headrace.runtime.errors import RequestError
-from headrace.runtime.grammar import Grammar
-from headrace.runtime.tool_calls import ToolFormat
+from headrace.runtime.grammar.spec import Grammar
 
 Tools = Sequence[Mapping[str, Any]]
 CHOICES = ("auto", "none", "required")

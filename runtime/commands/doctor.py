@@ -20,9 +20,9 @@ from headrace.backends.cpu_avx512.threads import (
     choose_threads,
 )
 from headrace.backends.ort_import import TELEMETRY_VARIABLE, load_onnxruntime
-from headrace.runtime import isa_probe, topology
 from headrace.runtime.errors import BackendUnavailableError
-from headrace.runtime.hardware import HardwareInfo, probe_hardware
+from headrace.runtime.machine import isa_probe, topology
+from headrace.runtime.machine.hardware import HardwareInfo, probe_hardware
 
 _PACKAGES = ("headrace", "numpy", "tokenizers", "jinja2", "psutil", "py-cpuinfo", "nvidia-ml-py")
 

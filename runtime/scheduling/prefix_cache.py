@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.runtime.core import KvCopy, KvOp, KvRelease
-from headrace.runtime.prefix_index import PrefixIndex
-from headrace.runtime.slots import SlotPool
+from headrace.runtime.scheduling.prefix_index import PrefixIndex
+from headrace.runtime.scheduling.slots import SlotPool
 
 MIN_COPY_TOKENS = 16  # fewer are computed as fast
 MIN_WAIT_TOKENS = 64  # so many are worth waiting for until another has computed them

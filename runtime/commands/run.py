@@ -12,8 +12,8 @@ from typing import Any
 from headrace.runtime.api import Runtime
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.errors import ConfigError, RequestError
-from headrace.runtime.grammar import Grammar
-from headrace.runtime.grammar_matcher import load_llguidance
+from headrace.runtime.grammar.matcher import load_llguidance
+from headrace.runtime.grammar.spec import Grammar
 from headrace.runtime.manifest import read_manifest
 from headrace.runtime.text_files import read_text
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from headrace.runtime.encoder_manifest import EncoderTargetInfo, read_encoder_manifest
+from headrace.runtime.encoder.manifest import EncoderTargetInfo, read_encoder_manifest
 
 
 def summarize_encoder(folder: Path, *, verify: bool) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What `headrace COMMAND` does, a file a command; `runtime/cli.py` reads their options."""

@@ -1,0 +1,1 @@
+"""Packages that turn texts into vectors: their schema, batching, pooling and front door."""

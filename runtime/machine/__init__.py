@@ -1,0 +1,1 @@
+"""What this machine is and may use, and what it can really execute."""

@@ -30,6 +30,8 @@ class Capabilities:
         kv_bytes_per_token: over all layers.
         kv_budget_tokens: tokens of KV that fit this process's memory, over all slots.
         exact_rows: a row's logits are the same bits whatever its company and chunking.
+        kv_identity: backends that agree in it can read each other's KV: of the same weights, in the
+            same layout.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Capabilities:
     kv_bytes_per_token: int
     kv_budget_tokens: int
     exact_rows: bool
+    kv_identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +88,15 @@ class StepOutput:
         probabilities: [num_logits, .], softmax(logits * inverse_temperature) of the rows that have
             one, anything for others; None where no row has or the backend does not compute them.
             Valid as long as the logits.
+        kv_reads: what the plan's `KvRead` operations asked for, in their order;
+            `num_tokens * kv_bytes_per_token` bytes each.
     """
 
     logits: NDArray[np.float32]
     entropy_nats: NDArray[np.float32]
     model_ms: float
     probabilities: Probabilities | None = None
+    kv_reads: tuple[bytes, ...] = ()
 
 
 class Backend(Protocol):

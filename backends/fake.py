@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Capabilities, StepOutput
-from headrace.runtime.core import KvCopy, Row, StepPlan
+from headrace.runtime.core import KvCopy, KvOp, KvRead, KvRelease, Row, StepPlan
 from headrace.runtime.errors import BackendError
 
 LogitsFn = Callable[[Sequence[int]], NDArray[np.float32]]
@@ -82,6 +82,7 @@ class FakeBackend:
                 context_tokens * max_slots if kv_budget_tokens is None else kv_budget_tokens
             ),
             exact_rows=True,
+            kv_identity="fake",
         )
         self.closed = False
         self._logits = logits or hashed_logits(vocab_size)
@@ -108,13 +109,7 @@ class FakeBackend:
             time.sleep(self._delay_ms / 1e3)
         if step in self._fail_at:
             raise BackendError(f"injected failure of step {step}")
-        for op in plan.kv_ops:
-            if isinstance(op, KvCopy):
-                source = self._slots[op.source]
-                _require(op.num_tokens <= len(source), f"{op} copies more than the slot holds")
-                self._slots[op.target] = source[: op.num_tokens]
-            else:
-                self._slots[op.slot] = []
+        kv_reads = tuple(self._apply(op) for op in plan.kv_ops)
         slots = [row.slot for row in plan.rows]
         _require(slots == sorted(set(slots)), f"slots {slots} are not ascending")
         logits = [values for row in plan.rows for values in self._append(row)]
@@ -124,7 +119,8 @@ class FakeBackend:
         )
         stacked = np.array(logits, np.float32).reshape(-1, self.capabilities.vocab_size)
         model_ms = (time.perf_counter() - start) * 1e3
-        self._output = step, StepOutput(stacked, entropy_nats(stacked), model_ms)
+        reads = tuple(data for data in kv_reads if data is not None)
+        self._output = step, StepOutput(stacked, entropy_nats(stacked), model_ms, None, reads)
         return step
 
     def collect(self, ticket: int) -> StepOutput:
@@ -138,6 +134,24 @@ class FakeBackend:
     def close(self) -> None:
         self.closed = True
         self._slots = [[] for _ in self._slots]
+
+    def _apply(self, op: KvOp) -> bytes | None:
+        """Carry one operation out; what a read hands out: 4 bytes a token."""
+        if isinstance(op, KvRelease):
+            self._slots[op.slot] = []
+        elif isinstance(op, KvCopy):
+            self._slots[op.target] = self._held(op.source, op.num_tokens)
+        elif isinstance(op, KvRead):
+            return np.array(self._held(op.slot, op.num_tokens), "<i4").tobytes()
+        else:
+            self._slots[op.slot] = np.frombuffer(op.data, "<i4").tolist()
+            _require(len(self._slots[op.slot]) == op.num_tokens, "a write has another length")
+        return None
+
+    def _held(self, slot: int, num_tokens: int) -> list[int]:
+        held = self._slots[slot]
+        _require(num_tokens <= len(held), f"{num_tokens} tokens are more than the slot holds")
+        return held[:num_tokens]
 
     def _append(self, row: Row) -> list[NDArray[np.float32]]:
         """Write a row to its slot; logits of its last `num_logits` tokens."""

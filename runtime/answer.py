@@ -9,7 +9,7 @@ from typing import Protocol
 from headrace.runtime.chat.tool_calls import ToolCall
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.core import SampledToken, Sequence
+from headrace.runtime.core import FinishReason, SampledToken, Sequence
 from headrace.runtime.sampling.sampler import Sampler
 
 
@@ -48,6 +48,15 @@ class Answer:
     matched_stop: str | int | None = None
     new_text: str = ""
     error: Exception | None = None
+
+    def cancelled(self) -> TokenDelta:
+        """The last delta of an answer that is ended from outside, with what was held back."""
+        return TokenDelta(
+            self.text.finish(),
+            finish_reason=FinishReason.CANCELLED,
+            index=self.index,
+            tool_calls=self.text.take_calls(),
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,6 @@ calls that return at once (`submit`, `stream`, `astream`) raise QueueFullError.
 from __future__ import annotations
 
 import asyncio
-import operator
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -30,11 +29,17 @@ from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import StepRecord
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import HeadraceError, RequestError
+from headrace.runtime.prompts import (
+    Messages,
+    Prompt,
+    as_token_ids,
+    is_conversation,
+    split_prompts,
+)
+from headrace.runtime.session import Session, read_session, write_session
 from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
 from headrace.runtime.worker import RequestHandle, Worker
 
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 ConfigT = TypeVar("ConfigT", GenerationConfig, EngineConfig)
 
 _EXIT_TIMEOUT_S = 5.0
@@ -303,6 +308,38 @@ class Runtime:
             else (await arun_all(self._worker, [request]))[0]
         )
 
+    def save_session(self, path: str | Path, prompt: Prompt | Messages) -> int:
+        """Write a prompt or conversation and what is in the cache of it to a file, for a later
+        `load_session`; returns how many tokens are.
+
+        The file holds the text as it is; it is readable by its owner alone.
+
+        Raises:
+            RequestError: nothing of it is in the cache.
+            OSError: the file cannot be written; one that was there before is left.
+        """
+        if is_conversation(prompt):
+            tokens = list(self._prepare_chat(prompt, self.default_config, None, "auto").prompt_ids)
+        else:
+            tokens = self._token_ids(prompt)
+        num_tokens, data = self._worker.run(lambda engine: engine.read_kv(tokens)).result()
+        identity = self.capabilities.kv_identity
+        write_session(Path(path), identity, prompt, tokens[:num_tokens], data.result())
+        return num_tokens
+
+    def load_session(self, path: str | Path) -> Session:
+        """Take what a file has of a prompt or conversation into the cache: whatever begins like it
+        starts behind it.
+
+        Raises:
+            RequestError: not a session, one of another package, or there is no room for it.
+            OSError: the file cannot be read.
+        """
+        session, data = read_session(Path(path), self.capabilities)
+        tokens = list(session.token_ids)
+        self._worker.run(lambda engine: engine.write_kv(tokens, data)).result().result()
+        return session
+
     def close(self) -> None:
         """Fail what is not finished, stop the thread and free the memory. Idempotent."""
         self._worker.close()
@@ -348,30 +385,7 @@ class Runtime:
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenizer.encode_prompt(prompt)
-        try:
-            if isinstance(prompt, (bytes, bytearray, Mapping)):
-                raise TypeError
-            return [operator.index(i) for i in prompt]
-        except TypeError:
-            raise RequestError(
-                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
-            ) from None
-
-
-def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether this is one prompt (a text or token ids), and the prompts."""
-    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
-        return True, [prompts]
-    items = list(prompts)
-    return (True, [items]) if items and _is_token_id(items[0]) else (False, items)
-
-
-def _is_token_id(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+        return as_token_ids(prompt)
 
 
 def merge(config: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:

@@ -119,7 +119,24 @@ class KvRelease:
     slot: int
 
 
-KvOp = KvCopy | KvRelease
+@dataclass(frozen=True, slots=True)
+class KvRead:
+    """Hand out what the first `num_tokens` positions of a slot hold (`StepOutput.kv_reads`)."""
+
+    slot: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvWrite:
+    """Fill the first `num_tokens` positions of a slot with what a `KvRead` has handed out."""
+
+    slot: int
+    num_tokens: int
+    data: bytes
+
+
+KvOp = KvCopy | KvRelease | KvRead | KvWrite
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from headrace.backends.base import Backend, Capabilities, StepOutput
 from headrace.runtime.answer import Answer, Request, StepEvent, Text
@@ -40,6 +41,7 @@ from headrace.runtime.sampling.sampler import Sampler, sample_seed
 from headrace.runtime.scheduling.fairness import Fairness
 from headrace.runtime.scheduling.limits import Limits
 from headrace.runtime.scheduling.scheduler import Scheduler
+from headrace.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Engine:
         self._scheduler = Scheduler(self._limits, fairness, drafter)
         self._scratch = Scratch(self.capabilities.vocab_size)
         self._answers: dict[int, Answer] = {}
+        self._transfers = Transfers()
         self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
         self._last_step_failed = False
 
@@ -176,6 +179,31 @@ class Engine:
             raise RequestError("this engine was made without a compiler for grammars")
         return self._grammars.matcher(config.grammar)
 
+    def read_kv(self, tokens: list[int]) -> tuple[int, Future[bytes]]:
+        """Ask for what is there of a text: how many tokens, and their keys and values, which come
+        with the next step.
+
+        Raises:
+            RequestError: nothing is there.
+        """
+        op = self._scheduler.read_kv(tokens)
+        if op is None:
+            raise RequestError("nothing of this text is in the cache; have it answered first")
+        return op.num_tokens, self._transfers.expect(op)
+
+    def write_kv(self, tokens: list[int], data: bytes) -> Future[bytes]:
+        """Have a text in the cache from the next step on, given what `read_kv` gave.
+
+        Raises:
+            RequestError: it does not fit.
+        """
+        op = self._scheduler.write_kv(tokens, data)
+        if op is None:
+            raise RequestError(
+                f"there is no room to keep {len(tokens)} tokens (prefix_cache_bytes, slots in use)"
+            )
+        return self._transfers.expect(op)
+
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
         for answer in request.answers:
@@ -185,7 +213,7 @@ class Engine:
     def cancel(self, request: Request) -> list[StepEvent]:
         """End a request; what was written so far stands. Nothing for one that has ended."""
         return [
-            StepEvent(request, _cancelled(answer))
+            StepEvent(request, answer.cancelled())
             for answer in request.answers
             if self._drop(answer)
         ]
@@ -207,6 +235,8 @@ class Engine:
         except Exception as error:
             return self._fail_step(plan, error)
         self._last_step_failed = False
+        if plan.kv_ops:
+            self._transfers.settle(plan, output.kv_reads)
         stepped = self._sample(plan, output)
         results = tuple([result for _, result in stepped])
         self._scheduler.commit(plan, StepResult(plan.step_id, results, output.model_ms))
@@ -239,6 +269,7 @@ class Engine:
         events = [StepEvent(request, None, self.closed_by) for request in requests]
         for answer in list(self._answers.values()):
             self._drop(answer)
+        self._transfers.fail(self.closed_by)
         self._backend.close()
         return events
 
@@ -335,6 +366,7 @@ class Engine:
             logger.error("the backend failed twice in a row and is given up: %s", error)
             return self.close(error)
         self._last_step_failed = True
+        self._transfers.fail(error)
         logger.warning("a step failed and ended %d sequences: %s", len(failed), error)
         requests = dict.fromkeys(self._answers[s.seq_id].request for s in failed)
         for request in requests:
@@ -364,14 +396,4 @@ def _limits(config: EngineConfig, caps: Capabilities) -> Limits:
         else kept // caps.kv_bytes_per_token,
         max_chunk_tokens=min(config.max_chunk_tokens, caps.max_row_tokens),
         inter_token_bound_ms=config.inter_token_bound_ms,
-    )
-
-
-def _cancelled(answer: Answer) -> TokenDelta:
-    """The last delta of an answer that is ended from outside, with what was held back."""
-    return TokenDelta(
-        answer.text.finish(),
-        finish_reason=FinishReason.CANCELLED,
-        index=answer.index,
-        tool_calls=answer.text.take_calls(),
     )

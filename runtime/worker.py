@@ -14,6 +14,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from headrace.runtime.answer import Request, StepEvent
 from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, TokenDelta
@@ -24,6 +26,7 @@ from headrace.runtime.mailbox import Mailbox
 logger = logging.getLogger(__name__)
 
 Listener = Callable[[TokenDelta | None], None]  # None: the request has ended
+T = TypeVar("T")
 
 _worker_numbers = itertools.count(1)
 
@@ -111,6 +114,21 @@ class RequestHandle:
             self._worker.cancel(self.request_id)
 
 
+class Errand:
+    """A function to call on the engine's thread, and where what it returns or raises goes."""
+
+    def __init__(self, function: Callable[[Engine], Any], result: Future[Any]) -> None:
+        self._function, self.result = function, result
+
+    def run(self, engine: Engine) -> None:
+        try:
+            value = self._function(engine)
+        except Exception as error:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(value)
+
+
 class Worker:
     """Runs an engine on a thread of its own.
 
@@ -121,9 +139,11 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._max_waiting = engine.config.max_waiting
-        # A request to add, the id of one to cancel, or None to stop. Its put is reentrant, so that
-        # a finalizer may close.
-        self._inbox: queue.SimpleQueue[list[RequestHandle] | int | None] = queue.SimpleQueue()
+        # Requests to add, the id of one to cancel, an errand, or None to stop. Its put is
+        # reentrant, so that a finalizer may close.
+        self._inbox: queue.SimpleQueue[list[RequestHandle] | int | Errand | None] = (
+            queue.SimpleQueue()
+        )
         self._handles: dict[int, RequestHandle] = {}  # engine thread only
         self._num_added = 0  # answers taken from the inbox; engine thread only
         # Guards what follows. `_room`: answers that may still be submitted.
@@ -207,6 +227,19 @@ class Worker:
         """End a request within a step; nothing for one that has ended. Any thread."""
         self._inbox.put(request_id)
 
+    def run(self, errand: Callable[[Engine], T]) -> Future[T]:
+        """Have something done with the engine between two steps, on its thread. Any thread.
+
+        Raises:
+            EngineClosedError: closed, or stopped by an error.
+        """
+        result: Future[T] = Future()
+        with self._lock:
+            if self._closed_by is not None:
+                raise _closed_error(self._closed_by)
+            self._inbox.put(Errand(errand, result))
+        return result
+
     def when_room(self, callback: Callable[[], None]) -> None:
         """Call back once `submit` may succeed or the worker has closed; on any thread."""
         with self._lock:
@@ -252,6 +285,8 @@ class Worker:
                     self._handles[new.request_id] = new
                     engine.add(new._request)
                     self._num_added += len(new._request.answers)
+            elif isinstance(command, Errand):
+                command.run(engine)
             elif handle := self._handles.get(command):
                 self._deliver(engine.cancel(handle._request))
         return True
@@ -289,6 +324,8 @@ class Worker:
             command = self._inbox.get()
             if isinstance(command, list):
                 self._handles |= {handle.request_id: handle for handle in command}
+            elif isinstance(command, Errand):
+                command.result.set_exception(_closed_error(error))
         unheard = [handle._request for handle in self._handles.values()]
         self._deliver([StepEvent(request, None, _closed_error(error)) for request in unheard])
         _call_all(listeners)

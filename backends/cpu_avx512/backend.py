@@ -6,10 +6,12 @@ others the same package runs on its other kernels (see `threads.choose_kernels`)
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,13 @@ from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.backends.ort_session import cpu_session, map_ort_errors
 from headrace.runtime.config import EngineConfig
-from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
+from headrace.runtime.core import KvCopy, KvOp, KvRead, KvRelease, Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
 from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import (
     BLOCK_MAXIMA,
     LOGITS,
+    MANIFEST_FILE,
     MAX_ROW_TOKENS,
     GraphInfo,
     Manifest,
@@ -110,15 +113,16 @@ class CpuBackend:
             max_row_tokens=chunk,
             kv_bytes_per_token=target.kv_cache.bytes_per_token,
             kv_budget_tokens=self._kv_budget_tokens(target, context),
+            kv_identity=self._kv_identity(target),
             exact_rows=cache != "float32"
             and (kernels.exact_4bit or not any(t.format.endswith("/4bit") for t in target.tensors)),
         )
 
     def submit(self, plan: StepPlan) -> int:
-        for op in plan.kv_ops:
-            self._apply(op)
+        reads = tuple(data for op in plan.kv_ops if (data := self._apply(op)) is not None)
         self._next_ticket += 1
-        self._results[self._next_ticket] = self._run(plan.rows)
+        output = self._run(plan.rows)
+        self._results[self._next_ticket] = replace(output, kv_reads=reads) if reads else output
         return self._next_ticket
 
     def collect(self, ticket: int) -> StepOutput:
@@ -201,11 +205,22 @@ class CpuBackend:
         logits = np.empty((num_rows, vocab_size), np.float32)
         return logits, Probabilities.empty(num_rows, vocab_size)
 
-    def _apply(self, op: KvOp) -> None:
-        if isinstance(op, KvCopy):
-            self._kv.copy(op.source, op.target, op.num_tokens)
-        else:
+    def _apply(self, op: KvOp) -> bytes | None:
+        """Carry one operation out; what a read hands out."""
+        if isinstance(op, KvRelease):
             self._kv.release(op.slot)
+        elif isinstance(op, KvCopy):
+            self._kv.copy(op.source, op.target, op.num_tokens)
+        elif isinstance(op, KvRead):
+            return self._kv.read(op.slot, op.num_tokens)
+        else:
+            self._kv.write(op.slot, op.num_tokens, op.data)
+        return None
+
+    def _kv_identity(self, target: TargetInfo) -> str:
+        """The manifest has digests of all files and the layout of the cache."""
+        manifest = package_path(self._folder, MANIFEST_FILE).read_bytes()
+        return f"cpu {target.name} {hashlib.sha256(manifest).hexdigest()}"
 
     def _choose_target(self) -> TargetInfo:
         targets = {t.name: t for t in self._manifest.targets if t.device == "cpu"}

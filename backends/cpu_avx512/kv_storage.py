@@ -69,6 +69,15 @@ class KvStorage:
         """Copy the first `num_tokens` positions of a slot to another."""
         self._cache[:, :, target, :, :num_tokens] = self._cache[:, :, source, :, :num_tokens]
 
+    def read(self, slot: int, num_tokens: int) -> bytes:
+        """The first positions of a slot, `[layers, 2, kv_heads, num_tokens, row_elements]`."""
+        return self._cache[:, :, slot, :, :num_tokens].tobytes()
+
+    def write(self, slot: int, num_tokens: int, data: bytes) -> None:
+        """Fill the first positions of a slot with what `read` gave."""
+        target = self._cache[:, :, slot, :, :num_tokens]
+        target[...] = np.frombuffer(data, self._cache.dtype).reshape(target.shape)
+
     def release(self, slot: int) -> None:
         """Give the slot's pages back; its content is lost."""
         advice = getattr(mmap, "MADV_DONTNEED", None)

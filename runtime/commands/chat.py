@@ -8,14 +8,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.runtime.api import Runtime
 from headrace.runtime.commands.run import messages, with_limit
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.errors import RequestError
+from headrace.runtime.prompts import is_conversation
 
-HELP = "/reset forgets the conversation, /stats tells about the last answer, /quit ends"
+HELP = (
+    "/reset forgets the conversation, /save FILE and /load FILE keep it, "
+    "/stats tells about the last answer, /quit ends"
+)
 
 
 def chat(
@@ -37,6 +42,8 @@ def chat(
                 conversation.reset()
             elif command == "/stats":
                 print(conversation.stats(), file=sys.stderr)
+            elif command.startswith(("/save ", "/load ")):
+                print(conversation.keep(*command.split(maxsplit=1)), file=sys.stderr)
             elif command.startswith("/") and " " not in command:
                 print(HELP, file=sys.stderr)
             elif command:
@@ -49,12 +56,28 @@ class Conversation:
 
     def __init__(self, runtime: Runtime, system: str | None, options: dict[str, Any]) -> None:
         self._runtime, self._system, self._options = runtime, system, options
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[Mapping[str, Any]] = []
         self._stats = "nothing was asked yet"
 
     def reset(self) -> None:
         """Forget everything but the system message."""
         self._messages = []
+
+    def keep(self, command: str, file: str) -> str:
+        """`/save` or `/load`; what came of it, in one line."""
+        try:
+            if command == "/load":
+                session = self._runtime.load_session(file)
+                if not is_conversation(session.prompt):
+                    return f"{file} is no conversation"
+                self._messages = list(session.prompt)
+                return f"{len(self._messages)} messages, {len(session.token_ids)} tokens are there"
+            if not self._messages:
+                return "nothing was said yet"
+            tokens = self._runtime.save_session(file, self._messages)
+            return f"saved {len(self._messages)} messages and what was computed of {tokens} tokens"
+        except (RequestError, OSError) as error:
+            return str(error)
 
     def stats(self) -> str:
         """About the last answer, in one line."""
@@ -70,7 +93,7 @@ class Conversation:
         seen: list[TokenDelta] = []
         start = time.perf_counter()
         try:
-            for delta in self._runtime.chat(self._messages + turn, stream=True, **self._options):
+            for delta in self._runtime.chat([*self._messages, *turn], stream=True, **self._options):
                 seen.append(delta)
                 print(delta.text, end="", flush=True)
         except RequestError as error:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.runtime.core import KvCopy, KvOp, KvRelease
+from headrace.runtime.core import KvCopy, KvOp, KvRelease, KvWrite
 from headrace.runtime.scheduling.prefix_index import PrefixIndex
 from headrace.runtime.scheduling.slots import SlotPool
 
 MIN_COPY_TOKENS = 16  # fewer are computed as fast
+_NOBODY = -1  # owns a slot while it is filled
 MIN_WAIT_TOKENS = 64  # so many are worth waiting for until another has computed them
 
 
@@ -116,6 +117,23 @@ class PrefixCache:
         ops: list[KvOp] = []
         while self._pool.kept_tokens > self._budget_tokens:
             ops.append(self._evict(next(iter(self._pool.kept))))
+        return ops
+
+    def restore(self, text: Sequence[int], data: bytes) -> list[KvOp]:
+        """Keep a text whose keys and values come from elsewhere; empty where there is no room.
+
+        Other kept texts go for it, running sequences do not.
+        """
+        pool = self._pool
+        if not MIN_COPY_TOKENS <= len(text) <= self._budget_tokens:
+            return []
+        if not pool.could_fit(len(text)):
+            return []
+        ops: list[KvOp] = []
+        while not pool.fits(len(text)):
+            ops.append(self._evict(next(iter(pool.kept))))
+        slot = pool.acquire(_NOBODY, len(text))
+        ops += [KvWrite(slot, len(text), data), *self.give_up(slot, text)]
         return ops
 
     def distrust(self, slot: int) -> list[KvOp]:

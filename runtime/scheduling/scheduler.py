@@ -21,7 +21,9 @@ from headrace.runtime.core import (
     FinishReason,
     KvCopy,
     KvOp,
+    KvRead,
     KvRelease,
+    KvWrite,
     Row,
     Sequence,
     SequenceState,
@@ -164,13 +166,30 @@ class Scheduler:
         self._in_flight = None
         self._kv_ops += [op for op in plan.kv_ops if isinstance(op, KvRelease)]
         for op in plan.kv_ops:
-            if isinstance(op, KvCopy):
-                self._kv_ops += self._prefixes.distrust(op.target)
+            if isinstance(op, KvCopy | KvWrite):
+                target = op.target if isinstance(op, KvCopy) else op.slot
+                self._kv_ops += self._prefixes.distrust(target)
         failed = list(self._running.values())
         for sequence in failed:
             self._finish(sequence, FinishReason.ERROR)
         self._kv_ops = list(dict.fromkeys(self._kv_ops))
         return failed
+
+    def read_kv(self, text: list[int]) -> KvRead | None:
+        """Ask for the keys and values of as much of a text as is there, in the next step; None
+        where nothing is."""
+        found = self._prefixes.find(text, self._cached_len)
+        if found.slot is None:
+            return None
+        op = KvRead(found.slot, found.num_tokens)
+        self._kv_ops.append(op)
+        return op
+
+    def write_kv(self, text: list[int], data: bytes) -> KvWrite | None:
+        """Keep a text whose keys and values were read before; None where there is no room."""
+        ops = self._prefixes.restore(text, data)
+        self._kv_ops += ops
+        return next((op for op in ops if isinstance(op, KvWrite)), None)
 
     def check_integrity(self) -> None:
         """Assert every invariant between steps."""

@@ -21,7 +21,7 @@ TREE = frozenset(
 # (module, error) -> why it raises an error that is not of the tree.
 OTHERS = {
     ("runtime", "AttributeError"): "what a module's __getattr__ has to raise",
-    ("runtime.api", "TypeError"): "caught in the same function, with Python's own",
+    ("runtime.prompts", "TypeError"): "caught in the same function, with Python's own",
     ("runtime.cli", "ArgumentTypeError"): "how a type tells argparse of wrong usage",
     ("runtime.mailbox", "RuntimeError"): "what asyncio raises for a loop that is gone",
     ("runtime.chat.tool_calls", "JSONDecodeError"): "caught in the caller, with the decoder's own",

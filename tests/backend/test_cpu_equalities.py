@@ -16,7 +16,7 @@ from headrace.backends.base import Probabilities
 from headrace.backends.cpu_avx512.backend import CpuBackend
 from headrace.exporters.validate import GraphRunner
 from headrace.runtime.config import EngineConfig
-from headrace.runtime.core import KvCopy, KvRelease, Row, StepPlan
+from headrace.runtime.core import KvCopy, KvOp, KvRead, KvRelease, KvWrite, Row, StepPlan
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import PROBABILITY_BLOCK, read_manifest
 
@@ -47,7 +47,7 @@ class Driver:
     def __init__(self, backend: CpuBackend) -> None:
         self.backend, self.step = backend, 0
 
-    def run(self, rows: Sequence[Row], *ops: KvCopy | KvRelease) -> list[np.ndarray]:
+    def run(self, rows: Sequence[Row], *ops: KvOp) -> list[np.ndarray]:
         self.step += 1
         out = self.backend.collect(self.backend.submit(StepPlan(self.step, tuple(rows), ops)))
         split = np.cumsum([row.num_logits for row in rows])[:-1]
@@ -124,6 +124,20 @@ def test_a_copied_prefix_is_the_prefix(backend: CpuBackend) -> None:
         KvCopy(3, 5, len(shared)),
     )[0]
     np.testing.assert_array_equal(logits, expected[len(shared) :])
+
+
+def test_what_was_read_from_a_slot_can_be_written_to_another(backend: CpuBackend) -> None:
+    driver = Driver(backend)
+    (tokens,) = sequences(1, seed=6)
+    expected = driver.alone(tokens)
+    half = len(tokens) // 2
+    plan = StepPlan(0, (), (KvRead(0, half), KvRelease(0)))
+    (data,) = backend.collect(backend.submit(plan)).kv_reads
+    assert data
+    (rest,) = driver.run(
+        [Row(0, 2, half, tuple(tokens[half:]), len(tokens) - half)], KvWrite(2, half, data)
+    )
+    np.testing.assert_array_equal(rest, expected[half:])
 
 
 def test_packed_is_padded(backend: CpuBackend, tiny_package: Callable[..., Path]) -> None:

@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_doctor(commands)
     _add_inspect(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -159,6 +160,20 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(command=_inspect)
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="what fits where, and how fast it could be")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a package")
+    parser.add_argument("--model", metavar="NAME", help="instead of a package, such as gpt3-175b")
+    parser.add_argument(
+        "--devices",
+        metavar="NxNAME",
+        help="such as 4xA100-80GB, sharing the model; this machine's memory unless given",
+    )
+    parser.add_argument("--context-tokens", type=_count, metavar="N", help="of a sequence")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.set_defaults(command=_plan)
 
 
 def _add_package(parser: argparse.ArgumentParser) -> None:
@@ -283,6 +298,12 @@ def _doctor(args: argparse.Namespace) -> int:
     found = doctor.collect()
     print(_json(found.to_dict()) if args.json else doctor.render(found))
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from headrace.runtime.commands import plan
+
+    return plan.plan(args)
 
 
 def _inspect(args: argparse.Namespace) -> int:

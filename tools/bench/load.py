@@ -87,7 +87,7 @@ def _shares(text: str) -> tuple[float, ...]:
 async def measure_capacity(runtime: Runtime, jobs: list[Job]) -> float:
     """Requests a second where there is always one to take a free slot."""
     start = time.perf_counter()
-    options = {"temperature": 0.0, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
     await asyncio.gather(
         *(runtime.agenerate(j.prompt_ids, max_new_tokens=j.num_tokens, **options) for j in jobs)
     )
@@ -111,7 +111,11 @@ async def run(
 async def serve(runtime: Runtime, job: Job) -> Served:
     served = Served(job)
     start, step = time.perf_counter(), newest_step(runtime)
-    options = {"max_new_tokens": job.num_tokens, "temperature": 0.0, "ignore_eos": True}
+    options: dict[str, Any] = {
+        "max_new_tokens": job.num_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
     try:
         async for delta in runtime.astream(job.prompt_ids, **options):
             served.last_s = time.perf_counter() - start

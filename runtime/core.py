@@ -102,6 +102,11 @@ class Row:
     num_logits: int
     inverse_temperature: float = 0.0
 
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The guesses among `tokens`: those behind the first that has logits."""
+        return self.tokens[len(self.tokens) - self.num_logits + 1 :]
+
 
 @dataclass(frozen=True, slots=True)
 class KvCopy:
@@ -189,6 +194,12 @@ class RowResult:
     seq_id: int
     sampled: tuple[SampledToken, ...]
     finish: FinishReason | None = None
+
+    def num_accepted(self, drafts: tuple[int, ...]) -> int:
+        """How many of a row's drafts were drawn; the last of `sampled` may be one where it ends
+        the sequence."""
+        pairs = zip(drafts, self.sampled, strict=False)
+        return sum(draft == token.token_id for draft, token in pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,8 +250,11 @@ class Engine:
                 output.model_ms,
                 total_ms - output.model_ms,
                 self._scheduler.num_waiting,
-                drafted=sum(max(row.num_logits - 1, 0) for row in plan.rows),
-                accepted=sum(max(len(result.sampled) - 1, 0) for result in results),
+                drafted=sum(len(row.drafts) for row in plan.rows),
+                accepted=sum(
+                    result.num_accepted(row.drafts)
+                    for row, result in zip(plan.rows, results, strict=True)
+                ),
             )
         )
         return events
@@ -304,7 +307,7 @@ class Engine:
             line: of the output, where the row's logits begin.
         """
         sampler, sequence = answer.sampler, answer.sequence
-        drafts = row.tokens[len(row.tokens) - row.num_logits + 1 :]
+        drafts = row.drafts
         answer.new_text, sampled = "", []
         for i in range(row.num_logits):
             given = None if output.probabilities is None else output.probabilities.rows(line + i)

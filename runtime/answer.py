@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace.backends.base import StepOutput
 from headrace.runtime.chat.tool_calls import ToolCall
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.core import FinishReason, SampledToken, Sequence
+from headrace.runtime.core import FinishReason, Row, SampledToken, Sequence
 from headrace.runtime.sampling.sampler import Sampler
 
 
@@ -48,6 +49,38 @@ class Answer:
     matched_stop: str | int | None = None
     new_text: str = ""
     error: Exception | None = None
+
+    def draw(self, row: Row, output: StepOutput, line: int) -> FinishReason | None:
+        """Draw and accept tokens as long as they are what was drafted; STOP where one ends the
+        answer.
+
+        Args:
+            line: of the output, where the row's logits begin.
+
+        Raises:
+            whatever the sampler raises; `sampled` has what was accepted before.
+        """
+        sampler, sequence, drafts = self.sampler, self.sequence, row.drafts
+        self.new_text, sampled = "", list[SampledToken]()
+        for i in range(row.num_logits):
+            given = None if output.probabilities is None else output.probabilities.rows(line + i)
+            position = len(sequence.tokens) + i
+            token_id, logprob, top = sampler.sample(output.logits[line + i], position, given)
+            sampler.accept(token_id)
+            entropy_nats = float(output.entropy_nats[line + i])
+            sampled.append(SampledToken(token_id, entropy_nats, logprob, top))
+            self.sampled = tuple(sampled)
+            if sampler.is_stop_token(token_id, sequence.generated_len + i + 1):
+                self.matched_stop = token_id
+                return FinishReason.STOP
+            self.new_text += self.text.push((token_id,))
+            self.matched_stop = self.text.stopped
+            if self.matched_stop is not None or sampler.is_complete:
+                return FinishReason.STOP
+            if i < len(drafts) and drafts[i] != token_id:
+                break
+        sequence.forced = sampler.forced
+        return None
 
     def cancelled(self) -> TokenDelta:
         """The last delta of an answer that is ended from outside, with what was held back."""

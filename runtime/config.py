@@ -176,6 +176,8 @@ class EngineConfig:
             8 on backends where drafts cannot change an answer, and 0 on others.
         batch_entropy_cap_nats: sequences whose running mean of entropy is above this get no
             drafts; None leaves it to what was accepted before.
+        draft_pool_tokens: of all answers, the newest, that are kept to guess from where others go
+            on alike; 0 keeps answers apart, so that the pace of one tells nothing of another.
         num_threads: threads inside the model.
         kv_budget_bytes: memory for keys and values of all sequences.
         prefix_cache_bytes: how much of it may hold texts that have ended, for prompts that begin
@@ -194,6 +196,7 @@ class EngineConfig:
     inter_token_bound_ms: float = 100.0
     max_draft_tokens: int | None = None
     batch_entropy_cap_nats: float | None = None
+    draft_pool_tokens: int = 65536
     num_threads: int | None = None
     kv_budget_bytes: int | None = None
     prefix_cache_bytes: int | None = None
@@ -312,6 +315,7 @@ EngineConfig._CHECKS = {
     "inter_token_bound_ms": positive,
     "max_draft_tokens": integer(0, MAX_DRAFT_TOKENS, optional=True),
     "batch_entropy_cap_nats": number(0, math.inf, optional=True),
+    "draft_pool_tokens": integer(0, 2**24),
     "num_threads": integer(1, 1024, optional=True),
     "kv_budget_bytes": integer(1, optional=True),
     "prefix_cache_bytes": integer(0, optional=True),

@@ -25,9 +25,7 @@ from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
     FinishReason,
-    Row,
     RowResult,
-    SampledToken,
     Sequence,
     StepPlan,
     StepRecord,
@@ -84,6 +82,7 @@ class Engine:
         drafter = drafter or make_drafter(
             self.config.max_draft_tokens,
             self.config.batch_entropy_cap_nats,
+            self.config.draft_pool_tokens,
             max_row_tokens=caps.max_row_tokens,
             exact_rows=caps.exact_rows,
         )
@@ -293,41 +292,11 @@ class Engine:
             if row.num_logits:
                 first, line = line, line + row.num_logits
                 try:
-                    finish = self._draw(answer, row, output, first)
+                    finish = answer.draw(row, output, first)
                 except Exception as error:  # a request fails alone, whatever went wrong in it
                     answer.error, finish = error, FinishReason.ERROR
             stepped.append((answer, RowResult(row.seq_id, answer.sampled, finish)))
         return stepped
-
-    def _draw(self, answer: Answer, row: Row, output: StepOutput, line: int) -> FinishReason | None:
-        """Draw and accept tokens as long as they are what was drafted; STOP where one ends the
-        answer.
-
-        Args:
-            line: of the output, where the row's logits begin.
-        """
-        sampler, sequence = answer.sampler, answer.sequence
-        drafts = row.drafts
-        answer.new_text, sampled = "", []
-        for i in range(row.num_logits):
-            given = None if output.probabilities is None else output.probabilities.rows(line + i)
-            position = len(sequence.tokens) + i
-            token_id, logprob, top = sampler.sample(output.logits[line + i], position, given)
-            sampler.accept(token_id)
-            entropy_nats = float(output.entropy_nats[line + i])
-            sampled.append(SampledToken(token_id, entropy_nats, logprob, top))
-            answer.sampled = tuple(sampled)
-            if sampler.is_stop_token(token_id, sequence.generated_len + i + 1):
-                answer.matched_stop = token_id
-                return FinishReason.STOP
-            answer.new_text += answer.text.push((token_id,))
-            answer.matched_stop = answer.text.stopped
-            if answer.matched_stop is not None or sampler.is_complete:
-                return FinishReason.STOP
-            if i < len(drafts) and drafts[i] != token_id:
-                break
-        sequence.forced = sampler.forced
-        return None
 
     def _emit(self, answers: Iterable[Answer]) -> list[StepEvent]:
         """What a committed step means to those who asked."""

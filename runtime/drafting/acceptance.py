@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-# Kinds of situation: by length of the n-gram match, and by entropy of the token just sampled.
-_MATCH_EDGES = (3, 4, 6, 10)
+# Kinds of situation: by where the n-gram was seen, by length of the match, and by entropy of the
+# token just sampled. Prior rates, by match, are corrected by what is seen.
+_OWN_EDGES, _OWN_PRIOR_RATES = (3, 4, 6, 10), (0.3, 0.4, 0.55, 0.65, 0.75)
+_POOL_EDGES, _POOL_PRIOR_RATES = (6, 10, 16), (0.25, 0.4, 0.55, 0.7)
 _ENTROPY_EDGES_NATS = (0.05, 0.4, 1.2)
-_ENTROPY_KINDS = len(_ENTROPY_EDGES_NATS) + 1
-_PRIOR_RATES = (0.3, 0.4, 0.55, 0.65, 0.75)  # by match; corrected by what is seen
 _PRIOR_WEIGHT = 4.0
 _OWN_WEIGHT = 4.0  # of the kind's rate against what the sequence itself has shown
 _KIND_DECAY, _OWN_DECAY = 0.995, 0.9  # of old counts, per draft
 
 
 class AcceptanceTable:
-    """Acceptance rate of drafts by match length and entropy, over all sequences."""
+    """Acceptance rate of drafts by source, match length and entropy, over all sequences."""
 
     def __init__(self) -> None:
-        self._kinds = [
-            [
-                Counts(rate * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
-                for _ in range(len(_ENTROPY_EDGES_NATS) + 1)
-            ]
-            for rate in _PRIOR_RATES
-        ]
+        self._own, self._pool = _kinds(_OWN_PRIOR_RATES), _kinds(_POOL_PRIOR_RATES)
 
-    def kind(self, match_tokens: int, entropy_nats: float) -> Counts:
-        row = self._kinds[bisect_right(_MATCH_EDGES, match_tokens)]
+    def own_kind(self, match_tokens: int, entropy_nats: float) -> Counts:
+        """Of drafts from a sequence's own text."""
+        row = self._own[bisect_right(_OWN_EDGES, match_tokens)]
+        return row[bisect_right(_ENTROPY_EDGES_NATS, entropy_nats)]
+
+    def pool_kind(self, match_tokens: int, entropy_nats: float) -> Counts:
+        """Of drafts from the text of another."""
+        row = self._pool[bisect_right(_POOL_EDGES, match_tokens)]
         return row[bisect_right(_ENTROPY_EDGES_NATS, entropy_nats)]
 
 
@@ -65,3 +65,11 @@ class History:
 
     def add(self, accepted: int, tested: int) -> None:
         self._own.add(accepted, tested, _OWN_DECAY)
+
+
+def _kinds(prior_rates: tuple[float, ...]) -> list[list[Counts]]:
+    """Counts by match and entropy, as if a few drafts had been seen of each."""
+    return [
+        [Counts(rate * _PRIOR_WEIGHT, _PRIOR_WEIGHT) for _ in range(len(_ENTROPY_EDGES_NATS) + 1)]
+        for rate in prior_rates
+    ]

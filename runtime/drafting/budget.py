@@ -48,8 +48,10 @@ class StepCost:
         return max(mean_ms + slope * (num_tokens - mean_n), 1e-6)
 
 
-def draft_lengths(cost: StepCost, rates: Sequence[float], limits: Sequence[int]) -> list[int]:
-    """Drafts for each sequence of a step, maximizing expected tokens per ms.
+def draft_lengths(
+    cost: StepCost, rates: Sequence[float], limits: Sequence[int], num_others: int = 0
+) -> list[int]:
+    """Drafts for each sequence that has some, maximizing the step's expected tokens per ms.
 
     The i-th draft of a sequence counts only if those before it were accepted: it is worth rate**i.
     Worth falls within a sequence and cost is linear, so taking the most valuable next draft until
@@ -58,11 +60,13 @@ def draft_lengths(cost: StepCost, rates: Sequence[float], limits: Sequence[int])
     Args:
         rates: acceptance rate of each sequence's draft tokens, in (0, 1).
         limits: most drafts of each.
+        num_others: sequences of the step that have none.
     """
     lengths = [0] * len(rates)
     queue = [(-rate, i) for i, rate in enumerate(rates) if limits[i]]
     heapq.heapify(queue)
-    num_tokens, expected = len(rates), float(len(rates))
+    num_tokens = len(rates) + num_others
+    expected = float(num_tokens)
     step_ms = cost(num_tokens)
     while queue:
         negative, i = heapq.heappop(queue)

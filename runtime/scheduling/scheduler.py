@@ -308,7 +308,7 @@ class Scheduler:
 
     def _forget_drafts(self, sequence: Sequence) -> None:
         if self._drafter is not None:
-            self._drafter.forget(sequence.seq_id)
+            self._drafter.forget(sequence)
 
     def _give_up(self, sequence: Sequence, held: list[int]) -> None:
         """Take a sequence from the running ones and its slot from it."""

@@ -47,6 +47,12 @@ def test_host_share(tiny_package: PackageMaker) -> None:
     assert all(c["outside_share"] < 1 for c in cases)
 
 
+def test_gate() -> None:
+    cases = bench("gate", "--sequences", "1,3", "--steps", "9", "--rounds", "1")["cases"]
+    assert [c["sequences"] for c in cases] == [1, 1, 1, 3, 3, 3]
+    assert all(0 < c["share"] < 1 and c["tokens"] >= c["sequences"] for c in cases)
+
+
 def test_memory(tiny_package: PackageMaker) -> None:
     figures = bench("memory", str(tiny_package("fp32")), "--tokens", "80")
     peaks = [figures[f"{name}_rss_bytes"] for name in ("import", "load", "peak")]

@@ -106,8 +106,8 @@ def test_draft_lengths_are_the_best_of_all(
 
 def test_rates_follow_what_is_seen_of_a_kind_and_of_a_sequence() -> None:
     table = AcceptanceTable()
-    kind = table.kind(5, 0.1)
-    assert table.kind(5, 0.2) is kind and table.kind(5, 2.0) is not kind
+    kind = table.own_kind(5, 0.1)
+    assert table.own_kind(5, 0.2) is kind and table.own_kind(5, 2.0) is not kind
     start = kind.rate
     kind.add(0, 1)
     assert kind.rate < start

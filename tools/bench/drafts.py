@@ -38,7 +38,9 @@ def main() -> None:
     options = {
         "max_sequences": max(args.sequences),
         "num_threads": args.threads,
-        "prefix_cache_bytes": 0,  # prompts come again, and are to be computed again
+        # Prompts come again, and are to be computed again and guessed from their own text.
+        "prefix_cache_bytes": 0,
+        "draft_pool_tokens": 0,
     }
     cells = []
     with (

@@ -31,9 +31,9 @@ class CountingDrafter(Drafter):
             self._entropies[seq_id] = sampled[-1].entropy_nats
         super().observe(seq_id, num_drafts, self.seen(seq_id, sampled))
 
-    def forget(self, seq_id: int) -> None:
-        self._entropies.pop(seq_id, None)
-        super().forget(seq_id)
+    def forget(self, sequence: Sequence) -> None:
+        self._entropies.pop(sequence.seq_id, None)
+        super().forget(sequence)
 
     def seen(self, seq_id: int, sampled: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
         """What the budget is told of these tokens."""
@@ -52,14 +52,14 @@ class ShuffledDrafter(CountingDrafter):
 
     def __init__(self, max_draft_tokens: int) -> None:
         super().__init__(max_draft_tokens)
-        self._pool: list[float] = []
+        self._nats: list[float] = []
         self._rng = random.Random(0)
 
     def seen(self, seq_id: int, sampled: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
         if not sampled:
             return sampled
-        self._pool = [*self._pool[-255:], sampled[-1].entropy_nats]
-        entropy = self._rng.choice(self._pool)
+        self._nats = [*self._nats[-255:], sampled[-1].entropy_nats]
+        entropy = self._rng.choice(self._nats)
         return (*sampled[:-1], SampledToken(sampled[-1].token_id, entropy))
 
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.exporters.cuda_target import CUDA_TARGETS
 from headrace.exporters.encoder_package import EncoderExport, export_encoder, is_encoder_source
 from headrace.exporters.options import (
+    CPU_TARGET,
     DEFAULT_FORMS,
     DEFAULT_QAT_STEPS,
     DEFAULT_THRESHOLD_NATS,
@@ -65,6 +67,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
     """Raises ConfigError: a rule is none, or the calibration text cannot be used."""
     text = args.calibration_text
     return ExportOptions(
+        targets=tuple(args.target.split(",")),
         precision=args.precision,
         kv_cache=args.kv_cache,
         forms=tuple(args.form.split(",")),
@@ -90,10 +93,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Turn a checkpoint into a headrace package of ONNX graphs.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="precisions:\n"
-        + "\n".join(f"  {p.name:11} {p.summary}" for p in PRECISIONS.values()),
+        + "\n".join(f"  {p.name:11} {p.summary}" for p in PRECISIONS.values())
+        + "\n\ntargets:\n"
+        + f"  {CPU_TARGET:11} graphs for the CPU, in the chosen precision\n"
+        + "\n".join(f"  {t.name:11} {t.summary}" for t in CUDA_TARGETS.values()),
     )
     parser.add_argument("source", type=Path, help="GGUF file or Hugging Face folder")
     parser.add_argument("-o", "--output", type=Path, required=True, help="package folder to make")
+    parser.add_argument(
+        "--target",
+        default=CPU_TARGET,
+        metavar="LIST",
+        help="what the package is for, such as cpu,cuda_fp16 (default: %(default)s)",
+    )
     parser.add_argument(
         "-p", "--precision", default=DEFAULT_PRECISION, choices=PRECISIONS, metavar="NAME"
     )
@@ -191,10 +203,11 @@ def _progress_bar(quiet: bool) -> Iterator[Progress | None]:
 
 
 def _summary(output: Path, result: ExportResult) -> str:
-    target = result.manifest.targets[0]
+    target, *more = result.manifest.targets
     lines = [
         f"{output}: {result.manifest.model.architecture}, {target.precision}, "
         f"{target.weight_bytes / 1e6:.0f} MB of weights",
+        *(f"{t.name}: {t.precision}, {t.weight_bytes / 1e6:.0f} MB of weights" for t in more),
         f"KV cache {target.kv_cache.dtype}, {target.kv_cache.bytes_per_token:,} bytes a token",
     ]
     if (cache := result.kv_fidelity) is not None:

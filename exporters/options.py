@@ -6,10 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from headrace.exporters.cuda_target import CUDA_TARGETS
 from headrace.exporters.graph.decoder import FORMS
 from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS, Rule, find_precision
 from headrace.runtime.errors import ConfigError
 
+CPU_TARGET = "cpu"
+TARGETS = (CPU_TARGET, *CUDA_TARGETS)
 DEFAULT_FORMS = ("ragged", "uniform")
 KV_CACHES = ("auto", "int8", "int4", "fp32")
 DEFAULT_THRESHOLD_NATS = 0.01  # of `auto`
@@ -21,6 +24,7 @@ class ExportOptions:
     """How to export.
 
     Attributes:
+        targets: of `TARGETS`, each once. All options but `overwrite` are about the CPU.
         precision: a name of `precision.PRECISIONS`.
         kv_cache: "int8", "int4", "fp32", or "auto": INT8 if it adds at most `KV_GATE_NATS`, and
             fp32 for an fp32 package. What a quantized cache adds is measured and reported.
@@ -37,6 +41,7 @@ class ExportOptions:
         qat_steps: how long.
     """
 
+    targets: Sequence[str] = (CPU_TARGET,)
     precision: str = DEFAULT_PRECISION
     kv_cache: str = "auto"
     forms: Sequence[str] = DEFAULT_FORMS
@@ -52,6 +57,11 @@ class ExportOptions:
     def check(self) -> None:
         """Raises ConfigError: an option is unknown, or two of them exclude each other."""
         chosen = find_precision(self.precision)
+        wrong = [name for name in self.targets if name not in TARGETS]
+        if not self.targets or wrong or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(
+                "target", ",".join(self.targets), f"one or more of {', '.join(TARGETS)}, each once"
+            )
         if self.kv_cache not in KV_CACHES:
             raise ConfigError("kv_cache", self.kv_cache, f"one of {', '.join(KV_CACHES)}")
         unknown = [form for form in self.forms if form not in FORMS]
@@ -69,6 +79,11 @@ class ExportOptions:
         }
         if not self.calibrate and (wanting := [name for name, wants in needs.items() if wants]):
             raise ConfigError("calibrate", False, f"calibration, which {wanting[0]} needs")
+        wanting = [name for name, wants in needs.items() if wants]
+        if wanting and CPU_TARGET not in self.targets:
+            raise ConfigError(
+                "target", ",".join(self.targets), f"{CPU_TARGET}, too, which {wanting[0]} is about"
+            )
         if self.qat_text is not None:
             self._check_qat()
 

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,16 +29,18 @@ from headrace.exporters.calibrate import (
 )
 from headrace.exporters.checkpoint.golden import golden_texts
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
+from headrace.exporters.cuda_target import CUDA_TARGETS, write_cuda_target
 from headrace.exporters.graph.attention import KvScales
 from headrace.exporters.graph.decoder import DecoderParts, build_decoder
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.measured import FormatPlan, Measurement
 from headrace.exporters.model import checked_spec, decoder_parts
-from headrace.exporters.options import ExportOptions
+from headrace.exporters.options import CPU_TARGET, ExportOptions
 from headrace.exporters.precision import find_precision
 from headrace.exporters.qat import Training, prepare_training
 from headrace.exporters.report import precision_report
 from headrace.exporters.rotation import mixed_readers, rotation_report
+from headrace.exporters.target_info import WEIGHTS_FILE, graph_info, tensor_infos
 from headrace.exporters.validate import check_graph
 from headrace.runtime.errors import ExportError
 from headrace.runtime.fidelity import Fidelity
@@ -47,19 +48,15 @@ from headrace.runtime.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
     FileInfo,
-    GraphInfo,
     KvCacheInfo,
     Manifest,
     ModelInfo,
     SourceInfo,
     TargetInfo,
-    TensorInfo,
     TokenizerInfo,
     file_sha256,
 )
 
-_MIN_ONNXRUNTIME = {"ragged": "1.32", "tree": "1.32", "uniform": "1.31"}
-_WEIGHTS_FILE = "weights.bin"
 _MAX_REPAIRS = 6
 _KV_DTYPES = {None: "float32", 8: "int8", 4: "int4"}
 
@@ -143,18 +140,25 @@ class _Export:
         self.plan = FormatPlan(self.precision, heads, tuple(options.rules))
 
     def run(self) -> ExportResult:
-        with tempfile.TemporaryDirectory(prefix="calibrate-", dir=self.folder) as scratch:
-            target, kv_fidelity, fidelity = self._write_measured(Path(scratch))
-        check_graph(self.folder / target.graphs[0].file, self.spec.vocab_size)
+        targets: list[TargetInfo] = []
+        kv_fidelity = fidelity = None
+        if CPU_TARGET in self.options.targets:
+            with tempfile.TemporaryDirectory(prefix="calibrate-", dir=self.folder) as scratch:
+                target, kv_fidelity, fidelity = self._write_measured(Path(scratch))
+            check_graph(self.folder / target.graphs[0].file, self.spec.vocab_size)
+            targets.append(target)
+        targets += self._write_cuda_targets()
         tokenizer = self._write_tokenizer()
         report = precision_report(
-            target,
+            targets[0],
             self.plan,
             kv_fidelity,
             fidelity,
             self.options.threshold_nats,
             looked_up=None if self.spec.tied_embeddings else self.spec.embed,
-            rotation=rotation_report(self.spec, wanted=self.precision.rotate),
+            rotation=rotation_report(
+                self.spec, wanted=self.precision.rotate and CPU_TARGET in self.options.targets
+            ),
         )
         self._write_json("precision_report.json", report)
         manifest = Manifest(
@@ -167,11 +171,16 @@ class _Export:
                 sha256=self.checkpoint.sha256(),
             ),
             tokenizer=tokenizer,
-            targets=(target,),
+            targets=tuple(targets),
             files=list_files(self.folder, self.progress),
         )
         (self.folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
         return ExportResult(manifest, kv_fidelity, fidelity)
+
+    def _write_cuda_targets(self) -> list[TargetInfo]:
+        wanted = [CUDA_TARGETS[name] for name in self.options.targets if name in CUDA_TARGETS]
+        plain = decoder_parts(self.spec, self.checkpoint.tensors, find_precision("fp32"))
+        return [write_cuda_target(target, plain, self.folder, self.progress) for target in wanted]
 
     def _write_measured(self, scratch: Path) -> tuple[TargetInfo, Fidelity | None, Fidelity | None]:
         """Calibrate, choose formats, write, measure, and repair what is over the threshold."""
@@ -243,7 +252,7 @@ class _Export:
         folder.mkdir()
         graphs = []
         total = len(self.forms) * self.spec.num_layers
-        with WeightStore(folder, _WEIGHTS_FILE) as store:
+        with WeightStore(folder, WEIGHTS_FILE) as store:
             for i, form in enumerate(self.forms):
                 before = i * self.spec.num_layers
                 model = build_decoder(
@@ -255,8 +264,8 @@ class _Export:
                     ),
                 )
                 ir.save(model, folder / f"{form}.onnx")
-                graphs.append(_graph_info(model, form, f"{name}/{form}.onnx"))
-            described, size = store.described(), store.size_bytes
+                graphs.append(graph_info(model, form, f"{name}/{form}.onnx"))
+            tensors, size = tensor_infos(store), store.size_bytes
         bits = None if parts.kv_scales is None else parts.kv_scales.bits
         values = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim
         return TargetInfo(
@@ -267,10 +276,7 @@ class _Export:
                 dtype=_KV_DTYPES[bits], bytes_per_token=values * (bits or 32) // 8
             ),
             graphs=tuple(graphs),
-            tensors=tuple(
-                TensorInfo(name=n, format=fmt, shape=shape, bytes=nbytes)
-                for n, fmt, shape, nbytes in described
-            ),
+            tensors=tensors,
             weight_bytes=size,
         )
 
@@ -311,17 +317,3 @@ def list_files(folder: Path, progress: Progress) -> tuple[FileInfo, ...]:
 
 def _model_info(spec: DecoderSpec) -> ModelInfo:
     return ModelInfo(**{f.name: getattr(spec, f.name) for f in dataclasses.fields(ModelInfo)})
-
-
-def _graph_info(model: ir.Model, form: str, file: str) -> GraphInfo:
-    def plain(values: Sequence[ir.Value]) -> tuple[str, ...]:
-        names = [value.name or "" for value in values]
-        return tuple(n for n in names if not n.startswith(("past_", "present_")))
-
-    return GraphInfo(
-        form=form,
-        file=file,
-        min_onnxruntime=_MIN_ONNXRUNTIME[form],
-        inputs=plain(model.graph.inputs),
-        outputs=plain(model.graph.outputs),
-    )

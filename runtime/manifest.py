@@ -26,7 +26,7 @@ from headrace.runtime.errors import PackageError
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 ENCODER_KIND = "encoder"  # `kind` of a package that `encoder_manifest` reads
-KV_DTYPES = ("float32", "int8", "int4")
+KV_DTYPES = ("float32", "float16", "int8", "int4")
 _MAX_INT = 2**63 - 1
 
 # Longest row of a step. A slot holds context + row tokens, since attention asks for room for a
@@ -45,7 +45,8 @@ LOGITS_INDEX = "logits_index"  # int64 [R]: packed positions whose logits are wa
 POSITION_IDS = "position_ids"  # int64 [B, S] (form "tree")
 ATTENTION_BIAS = "attention_bias"  # float32 [B, 1, S, C] (form "tree")
 INVERSE_TEMPERATURE = "inverse_temperature"  # float32 [R, 1]; 0 where probabilities are not wanted
-PAST_KEY, PAST_VALUE = "past_key.{}", "past_value.{}"  # [B, kv_heads, C, head_dim]
+# [B, kv_heads, C, head_dim]; of the form "paged" [M, T, kv_heads, head_dim]
+PAST_KEY, PAST_VALUE = "past_key.{}", "past_value.{}"
 PRESENT_KEY, PRESENT_VALUE = "present_key.{}", "present_value.{}"
 LOGITS = "logits"  # float32 [R, vocab]
 ENTROPY = "entropy"  # float32 [R], nats
@@ -53,6 +54,14 @@ ENTROPY = "entropy"  # float32 [R], nats
 # and the sum, [R, blocks]. No rows where none has a temperature.
 PROBABILITIES, BLOCK_MAXIMA, BLOCK_SUMS = "probabilities", "block_maxima", "block_sums"
 PROBABILITY_BLOCK = 128  # tokens
+# Of the form "paged" in place of the cache's own: M blocks in the pool, T tokens in a block.
+CUMULATIVE_SEQLENS = "cumulative_seqlens"  # int32 [B + 1]: packed position where each row begins
+CACHED_SEQLENS = "cached_seqlens"  # int32 [B]: tokens of each row that are in the cache already
+BLOCK_TABLE = "block_table"  # int32 [B, longest]: blocks of each row in order, -1 beyond
+SLOT_MAPPING = "slot_mapping"  # int32 [N]: block * T + offset where each token is written
+ATTENTION_METADATA = "attention_metadata"  # int32 [2], on the host: bounds of new and all tokens
+POSITIONS = "positions"  # int64 [N], where a model has learned positions
+ARGMAX = "argmax"  # int64 [R]: the likeliest token
 HEAD_MATRIX = "head.matrix"  # a weight: what the last hidden state is multiplied with, if rotated
 HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final norm
 
@@ -104,10 +113,18 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheInfo:
-    """`dtype`: "float32", "int8" or "int4" (static per-channel scales, folded into the graph)."""
+    """How keys and values are kept.
+
+    Attributes:
+        dtype: "float32", "float16", "int8" or "int4" (static per-channel scales, folded into the
+            graph).
+        block_tokens: tokens in a block of the pool that form "paged" works on; None where a
+            sequence's cache is one piece.
+    """
 
     dtype: str
     bytes_per_token: int
+    block_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +134,7 @@ class GraphInfo:
     Attributes:
         form: "ragged" (GroupQueryAttention with query_seqlens), "uniform" (without: every slot
             of a call has one new token, or there is one slot), "tree" (ragged with position_ids
-            and attention_bias).
+            and attention_bias), "paged" (PagedAttention over blocks).
         file: path within the package, with forward slashes.
         min_onnxruntime: oldest onnxruntime that runs it, "1.32".
         inputs, outputs: names without the per-layer cache.
@@ -251,6 +268,8 @@ def _check_values(manifest: Manifest, path: Path) -> None:
         cache = target.kv_cache
         if cache.dtype not in KV_DTYPES or cache.bytes_per_token < 1:
             raise PackageError(f"{path}: {target.name!r} has a KV cache that is not known: {cache}")
+        if cache.block_tokens is not None and not 0 < cache.block_tokens <= MAX_ROW_TOKENS:
+            raise PackageError(f"{path}: block_tokens={cache.block_tokens} is not a size")
         for graph in target.graphs:
             if not re.fullmatch(r"\d+\.\d+", graph.min_onnxruntime, re.ASCII):
                 raise PackageError(
@@ -292,9 +311,11 @@ def decode_object(kind: type[T], value: Any, where: str) -> T:
     names = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(value.keys() - names):
         raise PackageError(f"{where}: unknown key {unknown[0]!r}")
-    if missing := sorted(names - value.keys()):
+    optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}  # type: ignore[arg-type]
+    if missing := sorted(names - value.keys() - optional):
         raise PackageError(f"{where}: key {missing[0]!r} is missing")
-    return kind(**{n: _decode_field(hints[n], value[n], f"{where}: {n}") for n in names})
+    given = names & value.keys()
+    return kind(**{n: _decode_field(hints[n], value[n], f"{where}: {n}") for n in given})
 
 
 def _decode_field(hint: Any, value: Any, where: str) -> Any:

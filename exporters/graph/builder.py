@@ -23,10 +23,14 @@ class GraphBuilder:
     """Collects the nodes, initializers and functions of one graph.
 
     Node names are paths such as `layers.3/attention/qkv`, so that a profile can be read.
+    `activations`: what layers work in, float32 or float16.
     """
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(
+        self, store: WeightStore, activations: type[np.float32 | np.float16] = np.float32
+    ) -> None:
         self.store = store
+        self.activations = activations
         self._tape = ir.tape.Tape()
         self._initializers: dict[str, ir.Value] = {}
         self._functions: dict[str, ir.Function] = {}
@@ -79,6 +83,10 @@ class GraphBuilder:
         if name not in self._initializers:
             self._initializers[name] = self._tape.initializer(ir.tensor(array, name=name), name)
         return self._initializers[name]
+
+    def cast(self, x: ir.Value, dtype: type[np.generic]) -> ir.Value:
+        to = ir.DataType.from_numpy(np.dtype(dtype))
+        return self.op("Cast", x, attributes={"to": to.value})
 
     def call(self, function: ir.Function, *inputs: ir.Value) -> ir.Value:
         """A call of a model-local function, which becomes part of the model."""

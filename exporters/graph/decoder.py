@@ -4,10 +4,15 @@ Everything but attention works on `[N, hidden]`, N = all new tokens of a step. A
 GroupQueryAttention the packed rows are gathered into `[B, S, .]` and back; `gather_index` and
 `scatter_index` are inputs. Padding never enters a GEMM.
 
-Three forms share one weight file:
+Three forms for the CPU share one weight file:
     ragged   every slot has its own past and number of new tokens (`query_seqlens`)
     uniform  for onnxruntime without that input: one new token a slot, or one slot
     tree     ragged, with `position_ids` and `attention_bias` for branching drafts
+
+The form `paged`, for CUDA, works in float16 and keeps packed tokens packed in attention, too: keys
+and values lie in a pool of blocks (`graph/paged.py`). Norms, logits and entropy are float32. It
+gives the likeliest token beside them, and no probabilities: they would need control flow, which
+CUDA graphs cannot hold.
 """
 
 from __future__ import annotations
@@ -21,8 +26,10 @@ from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec
 from headrace.exporters.graph.attention import Attention, KvScales
-from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
+from headrace.exporters.graph.builder import GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.linear import Bias, LinearFormat, MlpWeights, Weight, add_bias
+from headrace.exporters.graph.norms import Norms
+from headrace.exporters.graph.paged import PagedAttention, PagedInputs, paged_inputs
 from headrace.exporters.graph.positions import emit_positions
 from headrace.exporters.graph.probabilities import emit_probabilities
 from headrace.exporters.graph.step_inputs import StepInputs, step_inputs
@@ -30,6 +37,7 @@ from headrace.exporters.graph.weights import WeightStore
 from headrace.runtime import manifest as io
 
 FORMS = ("ragged", "uniform", "tree")
+PAGED = "paged"
 
 Float = NDArray[np.float32]
 
@@ -63,16 +71,28 @@ def build_decoder(
     on_layer: Callable[[int], None] = lambda layers_done: None,
 ) -> ir.Model:
     """Build one form; weights go to `store` unless an earlier form put them there."""
-    assert form in FORMS
+    assert form in FORMS or form == PAGED
+    if form == PAGED:
+        learned = parts.spec.positions is not None
+        half = GraphBuilder(store, np.float16)
+        return _Decoder(parts, half, paged_inputs(learned_positions=learned)).build(form, on_layer)
     return _Decoder(parts, GraphBuilder(store), step_inputs(form)).build(form, on_layer)
 
 
 class _Decoder:
     """Builds the layers in order, carrying the residual stream from one to the next."""
 
-    def __init__(self, parts: DecoderParts, g: GraphBuilder, step: StepInputs) -> None:
+    def __init__(
+        self, parts: DecoderParts, g: GraphBuilder, step: StepInputs | PagedInputs
+    ) -> None:
         self.parts, self.spec, self.g, self.step = parts, parts.spec, g, step
-        self.attention = Attention(parts.spec, parts.kv_scales, g, step, self._vector)
+        self.norms = Norms(parts.spec, g, self._vector)
+        self.attention: Attention | PagedAttention
+        if isinstance(step, PagedInputs):
+            assert parts.kv_scales is None and parts.head_matrix is None
+            self.attention = PagedAttention(parts.spec, g, step, self._vector, parts.vector)
+        else:
+            self.attention = Attention(parts.spec, parts.kv_scales, g, step, self._vector)
 
     def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step
@@ -80,31 +100,39 @@ class _Decoder:
         with g.scope("embed"):
             residual = self._embed(ids)
         with g.scope("layers.0"):
-            normed = self._norm(residual, spec.layer.attention_norm, 0)
+            normed = self.norms.plain(residual, spec.layer.attention_norm, 0)
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
                 normed, residual = self._layer(layer, normed, residual)
             on_layer(layer + 1)
         logits, entropy = self._head(normed)
-        with g.scope("sampling"):
-            sampling = emit_probabilities(g, logits, step.inverse_temperature, spec.vocab_size)
-        float32 = ir.DataType.FLOAT
         outputs = [
-            named_output(logits, io.LOGITS, float32, ["R", spec.vocab_size]),
-            named_output(entropy, io.ENTROPY, float32, ["R"]),
-            *(
-                named_output(value, name, float32, ["P", "W"])
-                for value, name in zip(
-                    sampling, (io.PROBABILITIES, io.BLOCK_MAXIMA, io.BLOCK_SUMS), strict=True
-                )
-            ),
-            named_output(normed, io.HIDDEN, float32, ["R", spec.hidden_size]),
+            named_output(logits, io.LOGITS, ir.DataType.FLOAT, ["R", spec.vocab_size]),
+            named_output(entropy, io.ENTROPY, ir.DataType.FLOAT, ["R"]),
+            *self._more_outputs(logits, normed),
         ]
         return g.model(
             [ids, *step.all(), *self.attention.cache_inputs],
             [*outputs, *self.attention.cache_outputs],
             f"{spec.architecture}_{form}",
         )
+
+    def _more_outputs(self, logits: ir.Value, normed: ir.Value) -> list[ir.Value]:
+        spec, g, step = self.spec, self.g, self.step
+        with g.scope("sampling"):
+            if isinstance(step, PagedInputs):
+                likeliest = g.op("ArgMax", logits, attributes={"axis": -1, "keepdims": 0})
+                return [named_output(likeliest, io.ARGMAX, ir.DataType.INT64, ["R"])]
+            sampling = emit_probabilities(g, logits, step.inverse_temperature, spec.vocab_size)
+        names = (io.PROBABILITIES, io.BLOCK_MAXIMA, io.BLOCK_SUMS)
+        float32 = ir.DataType.FLOAT
+        return [
+            *(
+                named_output(value, name, float32, ["P", "W"])
+                for value, name in zip(sampling, names, strict=True)
+            ),
+            named_output(normed, io.HIDDEN, float32, ["R", spec.hidden_size]),
+        ]
 
     def _layer(self, layer: int, normed: ir.Value, residual: ir.Value) -> tuple[ir.Value, ir.Value]:
         """One layer; returns what the next one starts from, normed and not."""
@@ -118,13 +146,13 @@ class _Decoder:
                 residual = g.op("Gather", residual, self.step.logits_index)
                 g.next_row_set()
             output = self._linear(attended, names.output.format(layer), bias=spec.output_bias)
-            output = self._added(self._norm(output, names.attention_post_norm, layer))
+            output = self._added(self.norms.plain(output, names.attention_post_norm, layer))
         with g.scope("mlp"):
-            normed, residual = self._skip_norm(output, residual, names.mlp_norm, layer)
+            normed, residual = self.norms.skip(output, residual, names.mlp_norm, layer)
             output = self._mlp(layer, normed)
-            output = self._added(self._norm(output, names.mlp_post_norm, layer))
+            output = self._added(self.norms.plain(output, names.mlp_post_norm, layer))
         following = spec.final_norm if last else names.attention_norm
-        return self._skip_norm(output, residual, following, layer + 1)
+        return self.norms.skip(output, residual, following, layer + 1)
 
     def _embed(self, ids: ir.Value) -> ir.Value:
         spec, g = self.spec, self.g
@@ -134,12 +162,20 @@ class _Decoder:
             return x
         full = f"{name}.weight"
         g.store.describe(full, (spec.context_tokens, spec.hidden_size), "fp32")
-        learned = g.weight(full, lambda: self.parts.weight(name).load())
-        flat = g.op("Reshape", emit_positions(g, self.step), g.constant("flat", _ints(-1)))
-        return g.op("Add", x, g.op("Gather", learned, g.op("Gather", flat, self.step.scatter)))
+        learned = g.weight(full, lambda: self.parts.weight(name).load().astype(g.activations))
+        return g.op("Add", x, g.op("Gather", learned, self._positions()))
+
+    def _positions(self) -> ir.Value:
+        """int64 [N]: of each packed token."""
+        g, step = self.g, self.step
+        if isinstance(step, PagedInputs):
+            assert step.positions is not None
+            return step.positions
+        flat = g.op("Reshape", emit_positions(g, step), g.constant("flat", _ints(-1)))
+        return g.op("Gather", flat, step.scatter)
 
     def _attention(self, layer: int, normed: ir.Value) -> ir.Value:
-        """float32 [N, hidden] -> [N, heads * head_dim]."""
+        """[N, hidden] -> [N, heads * head_dim]."""
         names = self.spec.layer
         stacked = [n.format(layer) for n in (names.query, names.key, names.value)]
         return self.attention.attend(layer, self._linear(normed, *stacked, bias=self.spec.qkv_bias))
@@ -161,7 +197,7 @@ class _Decoder:
         return self.parts.layer_format.gated_mlp(self.g, normed, weights)
 
     def _head(self, hidden: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """float32 [R, hidden] -> logits [R, vocab], entropy in nats [R].
+        """[R, hidden] -> float32 logits [R, vocab], entropy in nats [R].
 
         H = -sum p log p; log p comes from LogSoftmax, since sum p x loses 4 digits to
         cancellation.
@@ -175,10 +211,17 @@ class _Decoder:
             hidden = self._scaled(hidden, "logits_scale", spec.logits_scale)
             emit = formats.tied_head if spec.tied_embeddings else formats.linear
             logits = emit(g, hidden, weight)
+            if g.activations is not np.float32:
+                logits = g.cast(logits, np.float32)
             if spec.logits_softcap is not None:
-                capped = self._scaled(logits, "logits_softcap_inverse", 1 / spec.logits_softcap)
-                capped = g.op("Tanh", capped)
-                logits = self._scaled(capped, "logits_softcap", spec.logits_softcap)
+                cap, inverse = (
+                    g.constant(name, np.array(factor, np.float32))
+                    for name, factor in (
+                        ("logits_softcap", spec.logits_softcap),
+                        ("logits_softcap_inverse", 1 / spec.logits_softcap),
+                    )
+                )
+                logits = g.op("Mul", g.op("Tanh", g.op("Mul", logits, inverse)), cap)
             log_p = g.op("LogSoftmax", logits, attributes={"axis": -1})
             last = g.constant("axis_last", np.array([-1], np.int64))
             weighted = g.op("Mul", g.op("Exp", log_p), log_p)
@@ -198,43 +241,11 @@ class _Decoder:
     def _scaled(self, x: ir.Value, name: str, factor: float) -> ir.Value:
         if factor == 1:
             return x
-        return self.g.op("Mul", x, self.g.constant(name, np.array(factor, np.float32)))
+        return self.g.op("Mul", x, self.g.constant(name, np.array(factor, self.g.activations)))
 
     def _added(self, x: ir.Value) -> ir.Value:
         """What the residual stream has added of x."""
         return self._scaled(x, "residual_scale", self.spec.residual_scale)
-
-    def _norm(self, x: ir.Value, name: str | None, layer: int) -> ir.Value:
-        """The norm of x, or x where there is none."""
-        if name is None:
-            return x
-        attributes = {"epsilon": self.spec.norm_eps, "axis": -1, "stash_type": 1}
-        kind = "LayerNormalization" if self.spec.norm == "layer" else "RMSNormalization"
-        return self.g.op(kind, x, *self._norm_weights(name.format(layer)), attributes=attributes)
-
-    def _skip_norm(
-        self, x: ir.Value, residual: ir.Value, name: str | None, layer: int
-    ) -> tuple[ir.Value, ir.Value]:
-        """The norm of x + residual, and x + residual."""
-        if name is None:
-            total = self.g.op("Add", x, residual)
-            return total, total
-        kind = "Skip" if self.spec.norm == "layer" else "SkipSimplified"
-        normed, mean, deviation, total = self.g.ops(
-            f"{kind}LayerNormalization",
-            x,
-            residual,
-            *self._norm_weights(name.format(layer)),
-            outputs=4,
-            domain=MICROSOFT,
-            attributes={"epsilon": self.spec.norm_eps},
-        )
-        mean.name = deviation.name = ""  # an output without a name is not computed
-        return normed, total
-
-    def _norm_weights(self, name: str) -> list[ir.Value]:
-        kinds = ("weight", "bias") if self.spec.norm == "layer" else ("weight",)
-        return [self._vector(f"{name}.{kind}") for kind in kinds]
 
     def _vector(self, name: str) -> ir.Value:
         """Kept in float32."""

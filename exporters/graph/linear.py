@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace.exporters.graph.activation import emit_activation
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder
 from headrace.exporters.graph.functions import MIX_WIDTH, row_quant_gated_mlp, row_quant_matmul
+from headrace.exporters.graph.mixing import mix_runs, mixing_matrix
 from headrace.exporters.quant.formats import (
     Blocks,
     Float,
@@ -26,7 +27,6 @@ from headrace.exporters.quant.formats import (
     quantize_blocks_8bit,
     quantize_row_int8,
 )
-from headrace.exporters.quant.hadamard import hadamard
 
 Array = NDArray[np.generic]
 
@@ -116,31 +116,44 @@ def stacked_mlp(
 
 
 def add_bias(g: GraphBuilder, y: ir.Value, bias: Bias | None) -> ir.Value:
-    return y if bias is None else g.op("Add", y, g.weight(bias.name, bias.load))
+    if bias is None:
+        return y
+    return g.op("Add", y, g.weight(bias.name, lambda: bias.load().astype(g.activations)))
 
 
 class Float32:
     """Plain MatMul; the specification of the others."""
 
     name = "fp32"
+    dtype: type[np.float32 | np.float16] = np.float32  # of weights and activations
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         g.store.describe(weight.name, weight.shape, self.name)
         transposed = g.weight(
-            f"{weight.name}.transposed", lambda: np.ascontiguousarray(weight.load().T)
+            f"{weight.name}.transposed", lambda: np.ascontiguousarray(self._load(weight).T)
         )
         return g.op("MatMul", x, transposed)
 
     def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
         g.store.describe(weight.name, weight.shape, self.name)
-        return g.op("Gather", g.weight(weight.name, weight.load), ids)
+        return g.op("Gather", g.weight(weight.name, lambda: self._load(weight)), ids)
 
     def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
-        stored = g.weight(weight.name, weight.load)
+        stored = g.weight(weight.name, lambda: self._load(weight))
         return g.op("Gemm", x, stored, attributes={"transB": 1})
 
     def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
         return stacked_mlp(self, g, x, weights)
+
+    def _load(self, weight: Weight) -> NDArray[np.float32 | np.float16]:
+        return weight.load().astype(self.dtype, copy=False)
+
+
+class Float16(Float32):
+    """The same with halves, for graphs whose activations are halves."""
+
+    name = "fp16"
+    dtype = np.float16
 
 
 class RowInt8Format:
@@ -206,25 +219,6 @@ class RowInt8Format:
         return codes, g.weight(f"{weight.name}.scales", lambda: quantized().scales)
 
 
-def mixing_matrix() -> Float:
-    """The normalized Hadamard matrix, [MIX_WIDTH, MIX_WIDTH]; orthogonal."""
-    signs = hadamard(MIX_WIDTH)
-    assert signs is not None
-    return np.asarray(signs / np.sqrt(MIX_WIDTH), np.float32)
-
-
-def mix_runs(weight: Float) -> Float:
-    """float32 [out, in]: every run of MIX_WIDTH inputs in the mixed basis."""
-    runs = weight.reshape(-1, MIX_WIDTH)
-    return np.asarray(runs @ mixing_matrix()).reshape(weight.shape)
-
-
-def unmix_runs(weight: Float) -> Float:
-    """The inverse of `mix_runs`."""
-    runs = weight.reshape(-1, MIX_WIDTH)
-    return np.asarray(runs @ mixing_matrix().T).reshape(weight.shape)
-
-
 def mixed_weight(weight: Weight) -> Weight:
     """The weight for inputs of which every run of MIX_WIDTH is mixed.
 
@@ -253,8 +247,9 @@ def _middle(g: GraphBuilder, x: ir.Value) -> ir.Value:
 class BlockFormat:
     """MatMulNBits: weights in blocks, halved down to 16 until they divide the width.
 
-    A weight whose width is no multiple of 16 is kept in float32.
-    `accuracy_level` 4 quantizes activations to INT8 in blocks, 1 keeps them float32.
+    A weight whose width is no multiple of 16 is kept as `plain` does, whose type scales have, too.
+    `accuracy_level` 4 quantizes activations to INT8 in blocks, 1 keeps them float32; of no meaning
+    for activations in float16.
     `lossless` takes over a checkpoint's own blocks where MatMulNBits can hold them. The embedding
     and a head tied to it are 8-bit, or the checkpoint's own blocks if those are symmetric:
     GatherBlockQuantized takes no float zero points.
@@ -268,8 +263,10 @@ class BlockFormat:
         *,
         accuracy_level: int = 4,
         lossless: bool = False,
+        plain: Float32 | None = None,
     ) -> None:
         self.name = name
+        self._plain = plain or Float32()
         self._bits, self._block_size = bits, block_size
         self._accuracy_level, self._lossless = accuracy_level, lossless
         self._layouts: dict[str, _BlockLayout] = {}
@@ -286,12 +283,12 @@ class BlockFormat:
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         if self._fitting(weight) is None:
-            return Float32().linear(g, x, weight)
+            return self._plain.linear(g, x, weight)
         return self._matmul(g, x, weight, self._bits, embedding=False)
 
     def embed(self, g: GraphBuilder, ids: ir.Value, weight: Weight) -> ir.Value:
         if self._fitting(weight) is None:
-            return Float32().embed(g, ids, weight)
+            return self._plain.embed(g, ids, weight)
         layout = self._store(g, weight, 8, embedding=True)
         flat = g.op("Reshape", g.weight(f"{weight.name}.blocks", _written), _keep_flat(g))
         return g.op(
@@ -310,7 +307,7 @@ class BlockFormat:
 
     def tied_head(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         if self._fitting(weight) is None:
-            return Float32().tied_head(g, x, weight)
+            return self._plain.tied_head(g, x, weight)
         return self._matmul(g, x, weight, 8, embedding=True)
 
     def gated_mlp(self, g: GraphBuilder, x: ir.Value, weights: MlpWeights) -> ir.Value:
@@ -346,7 +343,7 @@ class BlockFormat:
             self._layouts[weight.name] = layout
             g.store.describe(weight.name, weight.shape, f"{self.name}/{blocks.bits}bit")
             g.weight(f"{weight.name}.blocks", lambda: blocks.codes)
-            g.weight(f"{weight.name}.scales", lambda: blocks.scales)
+            g.weight(f"{weight.name}.scales", lambda: blocks.scales.astype(self._plain.dtype))
             if (zero_points := blocks.zero_points) is not None:
                 g.weight(f"{weight.name}.zero_points", lambda: zero_points)
         return layout

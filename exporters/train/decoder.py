@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from headrace.exporters.graph.decoder import DecoderParts
 from headrace.exporters.graph.functions import MIX_WIDTH
-from headrace.exporters.graph.linear import LinearFormat, RowInt8Format, Weight, mixing_matrix
+from headrace.exporters.graph.linear import LinearFormat, RowInt8Format, Weight
+from headrace.exporters.graph.mixing import mixing_matrix
 from headrace.exporters.graph.rope import rope_tables
 from headrace.exporters.quant.formats import Blocks, Float, RowInt8
 from headrace.exporters.train.linear import TrainedLinear, post_training

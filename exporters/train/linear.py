@@ -18,9 +18,8 @@ from headrace.exporters.graph.linear import (
     RowInt8Format,
     Weight,
     mixed_weight,
-    mixing_matrix,
-    unmix_runs,
 )
+from headrace.exporters.graph.mixing import mixing_matrix, unmix_runs
 from headrace.exporters.quant.formats import Blocks, Float, RowInt8, pack_nibbles, unpack_nibbles
 from headrace.exporters.train.fake_quant import fake_codes, fake_int8
 

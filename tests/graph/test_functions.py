@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from headrace.exporters.graph.builder import GraphBuilder, graph_input, named_output
 from headrace.exporters.graph.functions import MIX_WIDTH, row_quant_gated_mlp, row_quant_matmul
-from headrace.exporters.graph.linear import mix_runs, mixing_matrix
+from headrace.exporters.graph.mixing import mix_runs, mixing_matrix
 from headrace.exporters.graph.weights import WeightStore
 
 K, M = 48, 2 * MIX_WIDTH

@@ -226,7 +226,11 @@ def test_inspect(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads(capsys.readouterr().out)
     target = summary["targets"][0]
     assert sum(share["bytes"] for share in target["formats"].values()) <= target["weight_bytes"]
-    assert target["kv_cache"] == {"dtype": "float32", "bytes_per_token": 2 * 2 * 2 * 16 * 4}
+    assert target["kv_cache"] == {
+        "dtype": "float32",
+        "bytes_per_token": 2 * 2 * 2 * 16 * 4,
+        "block_tokens": None,
+    }
     against = target["against_fp16"]
     assert against["kv_tokens"] == 512  # the context
     assert against["bytes"] == target["weight_bytes"] + 512 * 2 * 2 * 2 * 16 * 4

@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.exporters.graph.linear import (
-    BlockFormat,
-    RowInt8Format,
-    Weight,
-    mix_runs,
-    mixed_weight,
-)
+from headrace.exporters.graph.linear import BlockFormat, RowInt8Format, Weight, mixed_weight
+from headrace.exporters.graph.mixing import mix_runs
 from headrace.exporters.quant.formats import quantize_blocks_8bit, quantize_row_int8
 
 torch = pytest.importorskip("torch")

@@ -89,6 +89,7 @@ class Answer:
             finish_reason=FinishReason.CANCELLED,
             index=self.index,
             tool_calls=self.text.take_calls(),
+            prompt_tokens=len(self.request.prompt_ids),
         )
 
 

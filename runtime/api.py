@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -70,7 +70,7 @@ class Runtime:
     ) -> None:
         self._template = None if chat_template is None else ChatTemplate(chat_template)
         self.default_config = default_config or GenerationConfig()
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self.tokenizer = engine, tokenizer
         self._worker = Worker(engine)
         # Also at interpreter exit, where a daemon thread must not be inside native code.
         self._finalizer = weakref.finalize(self, self._worker.close, _EXIT_TIMEOUT_S)
@@ -109,6 +109,11 @@ class Runtime:
     def steps(self) -> tuple[StepRecord, ...]:
         """The newest steps, oldest first, for measurements."""
         return tuple(self._engine.steps.copy())
+
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Answers that have a slot, and answers that wait for one."""
+        return self._engine.num_running, self._engine.num_waiting
 
     @property
     def closed(self) -> bool:
@@ -257,7 +262,7 @@ class Runtime:
 
     async def astream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         """`stream` for asyncio; every error comes at the first step of the iteration."""
         merged = self._merge(config, overrides)
         request = await asyncio.to_thread(self._prepare, prompt, merged)
@@ -287,7 +292,7 @@ class Runtime:
         tools: Tools | None = None,
         tool_choice: str = "auto",
         **overrides: Any,
-    ) -> AsyncIterator[TokenDelta]: ...
+    ) -> AsyncGenerator[TokenDelta, None]: ...
 
     async def achat(
         self,
@@ -298,7 +303,7 @@ class Runtime:
         tools: Tools | None = None,
         tool_choice: str = "auto",
         **overrides: Any,
-    ) -> Completion | AsyncIterator[TokenDelta]:
+    ) -> Completion | AsyncGenerator[TokenDelta, None]:
         """`chat` for asyncio: `await` gives the completion or, with `stream`, an iterator."""
         merged = self._merge(config, overrides)
         request = await asyncio.to_thread(self._prepare_chat, messages, merged, tools, tool_choice)
@@ -379,12 +384,12 @@ class Runtime:
     ) -> Request:
         if self._template is None:
             raise RequestError("the model has no chat template; use generate with a whole prompt")
-        prompt = chat_prompt(self._template, self._tokenizer, messages, config, tools, tool_choice)
+        prompt = chat_prompt(self._template, self.tokenizer, messages, config, tools, tool_choice)
         return self._engine.prepare(prompt.token_ids, prompt.config, prompt.make_text)
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokenizer.encode_prompt(prompt)
+            return self.tokenizer.encode_prompt(prompt)
         return as_token_ids(prompt)
 
 

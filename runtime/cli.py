@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.runtime.commands import serve  # which imports nothing before it runs
 from headrace.runtime.errors import ConfigError, HeadraceError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_chat(commands)
     _add_embed(commands)
+    _add_serve(commands)
     _add_bench(commands)
     _add_doctor(commands)
     _add_inspect(commands)
@@ -108,6 +110,13 @@ def _add_embed(commands: Any) -> None:
     )
     parser.add_argument("--threads", type=int, metavar="N", help="threads inside the model")
     parser.set_defaults(command=_embed)
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does")
+    serve.add_arguments(parser)
+    _add_machine(parser)
+    parser.set_defaults(command=_serve)
 
 
 def _add_bench(commands: Any) -> None:
@@ -178,6 +187,10 @@ def _add_plan(commands: Any) -> None:
 
 def _add_package(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="package made by runtime-export")
+    _add_machine(parser)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
     group.add_argument("--device", default="auto", help="auto (default) or cpu")
     group.add_argument("--threads", type=int, metavar="N", help="threads inside the model")
@@ -250,6 +263,10 @@ def _embed(args: argparse.Namespace) -> int:
     from headrace.runtime.commands import embed
 
     return embed.embed(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    return EXIT_INTERRUPTED if serve.serve(args, engine_options(args)) else 0
 
 
 def _bench(args: argparse.Namespace) -> int:

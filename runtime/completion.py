@@ -21,6 +21,7 @@ class TokenDelta:
         matched_stop: the stop string or the id of the stop token that ended the answer.
         index: which of the request's `n` answers.
         tool_calls: calls of tools that became whole; their text is not in `text`.
+        prompt_tokens: of the request.
     """
 
     text: str
@@ -31,6 +32,7 @@ class TokenDelta:
     matched_stop: str | int | None = None
     index: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,6 +323,7 @@ class Engine:
                 answer.matched_stop,
                 answer.index,
                 answer.text.take_calls(),
+                len(answer.request.prompt_ids),
             )
             events.append(StepEvent(answer.request, delta))
         return events

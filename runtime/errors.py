@@ -13,7 +13,8 @@
     ├── BackendError                      the device or ONNX Runtime failed
     │   ├── BackendUnavailableError       asked for by name and cannot be had
     │   └── InsufficientMemoryError       would not fit: needed, free, what to change
-    └── EngineClosedError                 the runtime was closed
+    ├── EngineClosedError                 the runtime was closed
+    └── ServeError                        the server cannot listen where it was told to
 
 A message is one line: what is wrong, with which thing, and what to do about it.
 """
@@ -101,3 +102,7 @@ class InsufficientMemoryError(BackendError):
 
 class EngineClosedError(HeadraceError):
     """The runtime was closed while or before the call was made."""
+
+
+class ServeError(HeadraceError):
+    """The address is wrong, taken, or needs rights that the user lacks."""

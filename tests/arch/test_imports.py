@@ -89,7 +89,15 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "safetensors": ("exporters.checkpoint", "exporters.train"),
     "torch": ("exporters.train",),
     "rich": ("exporters.cli",),
+    "pydantic": ("runtime.server",),
+    "starlette": ("runtime.server",),
+    "uvicorn": ("runtime.server.listen",),
+    "prometheus_client": ("runtime.server.metrics",),
 }
+
+
+# Part of headrace -> the only modules outside of it that may import it.
+IMPORTED_BY: dict[str, tuple[str, ...]] = {"runtime.server": ("runtime.commands.serve",)}
 
 
 def allowed_headrace(module: str) -> tuple[str, ...]:
@@ -106,6 +114,9 @@ def import_problem(module: str, imported: str) -> str | None:
         return None
     if within(imported, ("headrace",)):
         target = imported.removeprefix("headrace.")
+        for part, importers in IMPORTED_BY.items():
+            if within(target, (part,)) and not within(module, (part, *importers)):
+                return f"{module} may not import {part}"
         own_package = target.startswith(f"{module}.")
         if own_package or within(target, allowed_headrace(module)) or module == target:
             return None
@@ -141,6 +152,8 @@ def test_module_imports_only_what_its_place_allows(source: Source) -> None:
         ("exporters.package", "torch"),
         ("runtime.api", ".engine"),
         ("runtime.cli", "rich.console"),
+        ("runtime.api", "headrace.runtime.server.app.make_app"),
+        ("runtime.commands.chat", "headrace.runtime.server.app.make_app"),
     ],
 )
 def test_the_rules_refuse(module: str, imported: str) -> None:

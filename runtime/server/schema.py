@@ -1,0 +1,186 @@
+"""What requests may say. Unknown keys are refused; those of OpenAI's API that change nothing here
+(`user`, `metadata` and their like) are accepted.
+
+Ranges are those of `GenerationConfig`, checked where it is made. Limits on counts are here: they
+bound what a request costs before it is queued.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 128  # answers to one request
+_Stop = Annotated[str, Field(max_length=128)]
+
+
+class Body(BaseModel):
+    """A JSON object whose types are what they say: no numbers in strings."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """`include_usage`: one more event before the end, with no choices and the usage."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted; nothing is padded here
+
+
+class Asked(Body):
+    """What a request says besides its question. `model` may be left out where there is one."""
+
+    model: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+
+
+class Sampling(Asked):
+    """How answers are decoded; None is the model's own default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    # Not OpenAI's: what other local servers take.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+
+
+class ContentPart(BaseModel):
+    """A piece of a message. Only text can be read."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Body):
+    """`arguments`: a JSON object as text, as it was given."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallMessage(Body):
+    """A call that an assistant made earlier."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
+    # What answers carry and clients send back.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class SchemaOfAnswer(Body):
+    """`schema` is a JSON schema; `strict` is always meant."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaOfAnswer | None = None
+
+
+class ChatBody(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    # Accepted, since they ask for nothing else than what is done.
+    store: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+class CompletionBody(Sampling):
+    """`POST /v1/completions`. `logprobs` is how many alternatives to report."""
+
+    prompt: (
+        str
+        | list[int]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_CHOICES)]
+    )
+    logprobs: int | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class EmbeddingBody(Asked):
+    """`POST /v1/embeddings`."""
+
+    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`."""
+
+    model: str | None = None
+    prompt: str
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

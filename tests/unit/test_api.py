@@ -122,7 +122,7 @@ def test_chat_renders_the_template() -> None:
 
 def test_chat_needs_a_template_that_compiles() -> None:
     engine = make_engine()
-    parts = make_runtime()._tokenizer
+    parts = make_runtime().tokenizer
     with pytest.raises(TemplateError):
         Runtime(engine, parts, chat_template="{% if %}")
     with (
@@ -171,7 +171,7 @@ def test_options_are_checked() -> None:
         assert runtime.generate("a", config, max_new_tokens=2).completion_tokens == 2
         assert config.max_new_tokens == 3
     default = GenerationConfig(max_new_tokens=4, ignore_eos=True)
-    with Runtime(make_engine(), make_runtime()._tokenizer, default_config=default) as runtime:
+    with Runtime(make_engine(), make_runtime().tokenizer, default_config=default) as runtime:
         assert runtime.generate("a").completion_tokens == 4
         assert runtime.generate("a", max_new_tokens=2).completion_tokens == 2
 

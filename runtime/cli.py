@@ -202,6 +202,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft", metavar="DIR", help="smaller package with the same tokens that guesses ahead"
+    )
     group = parser.add_argument_group(
         "sampling", "Defaults are the model's own; without one, 512 new tokens at most."
     )
@@ -228,6 +231,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "context_tokens": args.context_tokens,
         "target": args.target,
         "max_draft_tokens": args.max_draft_tokens,
+        "draft_package": getattr(args, "draft", None),  # not where single steps are measured
     }
     return {name: value for name, value in options.items() if value is not None}
 

@@ -18,6 +18,7 @@ from headrace.runtime.grammar.spec import Grammar
 from headrace.runtime.manifest import MAX_ROW_TOKENS
 from headrace.runtime.option_checks import (
     flag,
+    folder,
     integer,
     logit_bias,
     named,
@@ -178,6 +179,7 @@ class EngineConfig:
             drafts; None leaves it to what was accepted before.
         draft_pool_tokens: of all answers, the newest, that are kept to guess from where others go
             on alike; 0 keeps answers apart, so that the pace of one tells nothing of another.
+        draft_package: folder of a smaller package with the same tokens, which guesses ahead too.
         num_threads: threads inside the model.
         kv_budget_bytes: memory for keys and values of all sequences.
         prefix_cache_bytes: how much of it may hold texts that have ended, for prompts that begin
@@ -197,6 +199,7 @@ class EngineConfig:
     max_draft_tokens: int | None = None
     batch_entropy_cap_nats: float | None = None
     draft_pool_tokens: int = 65536
+    draft_package: str | None = None
     num_threads: int | None = None
     kv_budget_bytes: int | None = None
     prefix_cache_bytes: int | None = None
@@ -316,6 +319,7 @@ EngineConfig._CHECKS = {
     "max_draft_tokens": integer(0, MAX_DRAFT_TOKENS, optional=True),
     "batch_entropy_cap_nats": number(0, math.inf, optional=True),
     "draft_pool_tokens": integer(0, 2**24),
+    "draft_package": folder,
     "num_threads": integer(1, 1024, optional=True),
     "kv_budget_bytes": integer(1, optional=True),
     "prefix_cache_bytes": integer(0, optional=True),

@@ -221,7 +221,7 @@ class StepResult:
 class StepRecord:
     """One line of the step log that benchmarks and metrics read.
 
-    `drafted` and `accepted` count draft tokens.
+    `drafted` and `accepted` count draft tokens; `draft_ms` is wall time inside a draft model.
     """
 
     step_id: int
@@ -232,3 +232,4 @@ class StepRecord:
     waiting: int = field(default=0)
     drafted: int = field(default=0)
     accepted: int = field(default=0)
+    draft_ms: float = field(default=0.0)

@@ -31,7 +31,8 @@ from headrace.runtime.core import (
     StepRecord,
     StepResult,
 )
-from headrace.runtime.drafting.drafter import Drafter, make_drafter
+from headrace.runtime.draft_model import DraftModel
+from headrace.runtime.drafting.drafter import Drafter, num_drafts
 from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
 from headrace.runtime.grammar.matcher import GrammarCompiler, GrammarMatcher
 from headrace.runtime.sampling.candidates import Scratch
@@ -55,9 +56,10 @@ class Engine:
         eos_token_ids: tokens with which the model ends a text.
         grammars: for requests with a grammar, which are refused without it.
         drafter: instead of the one that `config` asks for.
+        draft_backend: of a smaller model of the same vocabulary that guesses; as `backend`.
 
     Raises:
-        whatever `backend.load` raises.
+        whatever `load` of a backend raises.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         fairness: Fairness | None = None,
         grammars: GrammarCompiler | None = None,
         drafter: Drafter | None = None,
+        draft_backend: Backend | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.capabilities = backend.load()
@@ -78,15 +81,9 @@ class Engine:
         self._make_text, self._grammars = make_text, grammars
         self._eos_token_ids = tuple(eos_token_ids)
         self._limits = _limits(self.config, self.capabilities)
-        caps = self.capabilities
-        drafter = drafter or make_drafter(
-            self.config.max_draft_tokens,
-            self.config.batch_entropy_cap_nats,
-            self.config.draft_pool_tokens,
-            max_row_tokens=caps.max_row_tokens,
-            exact_rows=caps.exact_rows,
-        )
-        self._scheduler = Scheduler(self._limits, fairness, drafter)
+        self._draft_model: DraftModel | None = None
+        self._drafter = drafter or self._make_drafter(draft_backend)
+        self._scheduler = Scheduler(self._limits, fairness, self._drafter)
         self._scratch = Scratch(self.capabilities.vocab_size)
         self._answers: dict[int, Answer] = {}
         self._transfers = Transfers()
@@ -241,19 +238,21 @@ class Engine:
         self._scheduler.commit(plan, StepResult(plan.step_id, results, output.model_ms))
         events = self._emit([answer for answer, _ in stepped])
         total_ms = (time.perf_counter() - start) * 1e3
+        draft_ms = 0.0 if self._drafter is None else self._drafter.model_ms
         self.steps.append(
             StepRecord(
                 plan.step_id,
                 len(plan.rows),
                 plan.num_tokens,
                 output.model_ms,
-                total_ms - output.model_ms,
+                total_ms - output.model_ms - draft_ms,
                 self._scheduler.num_waiting,
                 drafted=sum(len(row.drafts) for row in plan.rows),
                 accepted=sum(
                     result.num_accepted(row.drafts)
                     for row, result in zip(plan.rows, results, strict=True)
                 ),
+                draft_ms=draft_ms,
             )
         )
         return events
@@ -273,6 +272,8 @@ class Engine:
             self._drop(answer)
         self._transfers.fail(self.closed_by)
         self._backend.close()
+        if self._draft_model is not None:
+            self._draft_model.close()
         return events
 
     def check_integrity(self) -> None:
@@ -280,6 +281,23 @@ class Engine:
         self._scheduler.check_integrity()
         held = self._scheduler.num_waiting + self._scheduler.num_running
         assert len(self._answers) == held
+
+    def _make_drafter(self, draft_backend: Backend | None) -> Drafter | None:
+        config, caps = self.config, self.capabilities
+        max_drafts = num_drafts(
+            config.max_draft_tokens, max_row_tokens=caps.max_row_tokens, exact_rows=caps.exact_rows
+        )
+        if not max_drafts:
+            if draft_backend is not None:
+                logger.warning(
+                    "the draft model is not used: max_draft_tokens is 0, as it is by default where "
+                    "drafts could change an answer"
+                )
+            return None
+        if draft_backend is not None:
+            self._draft_model = DraftModel(draft_backend, caps.kv_budget_tokens)
+        cap_nats, pool_tokens = config.batch_entropy_cap_nats, config.draft_pool_tokens
+        return Drafter(max_drafts, cap_nats, pool_tokens, self._draft_model)
 
     def _sample(self, plan: StepPlan, output: StepOutput) -> list[tuple[Answer, RowResult]]:
         """Draw the tokens of every row with logits, in the order of the plan."""

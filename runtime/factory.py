@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headrace.backends.base import Backend
 from headrace.backends.cpu_avx512.encoder import CpuEncoder
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
@@ -38,14 +40,21 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     def make_text(request: GenerationConfig) -> TextStream:
         return TextStream(tokenizer, request.stop, request.include_stop_str_in_output)
 
+    draft = None
+    if config.draft_package is not None:
+        draft = _draft_backend(folder, manifest, tokenizer, config, Path(config.draft_package))
     backend = create_backend(device, folder, manifest, config, probe_hardware())
     try:
         eos_token_ids = manifest.tokenizer.eos_token_ids
         grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, eos_token_ids)
-        engine = Engine(backend, make_text, eos_token_ids, config, grammars=grammars)
+        engine = Engine(
+            backend, make_text, eos_token_ids, config, grammars=grammars, draft_backend=draft
+        )
         runtime = Runtime(engine, tokenizer, default_config=defaults, chat_template=template)
     except BaseException:
         backend.close()
+        if draft is not None:
+            draft.close()
         raise
     trim_heap()
     caps = runtime.capabilities
@@ -58,6 +67,30 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
         caps.kv_budget_tokens,
     )
     return runtime
+
+
+def _draft_backend(
+    folder: Path, manifest: Manifest, tokenizer: Tokenizer, config: EngineConfig, draft: Path
+) -> Backend:
+    """Of the draft package, not loaded yet; on the CPU, with one thread: threads that wait for the
+    next step of one model would be in the way of the other's.
+
+    Raises:
+        PackageError: it cannot be read, or its tokens are others than those of `folder`.
+        BackendUnavailableError: it has no graphs for the CPU.
+    """
+    small = read_manifest(draft)
+    reason, size = None, manifest.model.vocab_size
+    if small.model.vocab_size != size:
+        reason = f"it has {small.model.vocab_size} tokens, not {size}"
+    elif not Tokenizer.load(draft, small.tokenizer).has_tokens_of(tokenizer):
+        reason = "its tokens have other ids"
+    if reason is not None:
+        raise PackageError(
+            f"{draft} cannot draft for {folder}: {reason}; use a smaller model of the same family"
+        )
+    options = replace(config, draft_package=None, target=None, form=None, num_threads=1)
+    return create_backend(choose_device("cpu", small), draft, small, options, probe_hardware())
 
 
 def load_embedder(folder: Path, num_threads: int | None) -> Embedder:

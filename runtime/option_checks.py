@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
@@ -63,6 +64,16 @@ def named(name: str, value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ConfigError(name, value, "a name or None")
     return value
+
+
+def folder(name: str, value: Any) -> str | None:
+    """A path, as a string."""
+    if value is None:
+        return None
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path:
+        raise ConfigError(name, value, "a folder or None")
+    return path
 
 
 def stop_strings(name: str, value: Any) -> tuple[str, ...]:

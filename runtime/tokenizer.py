@@ -97,6 +97,11 @@ class Tokenizer:
                 )
         return tokenizer
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Whether each token has the same id in both."""
+        mine, theirs = (t._library.get_vocab(with_added_tokens=True) for t in (self, other))
+        return bool(mine == theirs)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a raw prompt, control tokens recognised, with the BOS token once if the model
         wants one.

@@ -34,7 +34,7 @@ class StepCost:
         self._nn = self._nn * _DECAY + n * n
         self._nms = self._nms * _DECAY + n * model_ms
 
-    def __call__(self, num_tokens: int) -> float:
+    def __call__(self, num_tokens: float) -> float:
         """Expected ms of a step; before the first in units of a step with one token."""
         if not self._weight:
             return 1.0 + PRIOR_SLOPE * (num_tokens - 1)
@@ -49,32 +49,35 @@ class StepCost:
 
 
 def draft_lengths(
-    cost: StepCost, rates: Sequence[float], limits: Sequence[int], num_others: int = 0
+    cost: StepCost,
+    chances: Sequence[Sequence[float]],
+    num_others: int = 0,
+    spent_ms: float = 0.0,
 ) -> list[int]:
     """Drafts for each sequence that has some, maximizing the step's expected tokens per ms.
 
-    The i-th draft of a sequence counts only if those before it were accepted: it is worth rate**i.
-    Worth falls within a sequence and cost is linear, so taking the most valuable next draft until
-    one lowers the speed finds the best of all choices.
+    A draft is worth its chance of being accepted. That falls within a sequence and cost is linear,
+    so taking the most valuable next draft until one lowers the speed finds the best of all choices.
 
     Args:
-        rates: acceptance rate of each sequence's draft tokens, in (0, 1).
-        limits: most drafts of each.
+        chances: of each sequence's drafts, in (0, 1) and falling: that it and those before it are
+            accepted.
         num_others: sequences of the step that have none.
+        spent_ms: time that the step has taken already.
     """
-    lengths = [0] * len(rates)
-    queue = [(-rate, i) for i, rate in enumerate(rates) if limits[i]]
+    lengths = [0] * len(chances)
+    queue = [(-own[0], i) for i, own in enumerate(chances) if own]
     heapq.heapify(queue)
-    num_tokens = len(rates) + num_others
+    num_tokens = len(chances) + num_others
     expected = float(num_tokens)
-    step_ms = cost(num_tokens)
+    step_ms = spent_ms + cost(num_tokens)
     while queue:
         negative, i = heapq.heappop(queue)
-        longer_ms = cost(num_tokens + 1)
+        longer_ms = spent_ms + cost(num_tokens + 1)
         if (expected - negative) * step_ms <= expected * longer_ms:
             break
         expected, step_ms, num_tokens = expected - negative, longer_ms, num_tokens + 1
         lengths[i] += 1
-        if lengths[i] < limits[i]:
-            heapq.heappush(queue, (negative * rates[i], i))
+        if lengths[i] < len(chances[i]):
+            heapq.heappush(queue, (-chances[i][lengths[i]], i))
     return lengths

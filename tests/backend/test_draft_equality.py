@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import GenerationConfig
+from headrace.runtime.drafting import acceptance, asking
+from headrace.runtime.errors import PackageError
 
 CONFIGS = {
     "greedy": GenerationConfig(max_new_tokens=48, ignore_eos=True),
@@ -50,3 +54,49 @@ def test_n_gram_drafts(tiny_package: Callable[..., Path], config: GenerationConf
     apart, _ = answers(folder, config, draft_pool_tokens=0)
     assert none == 0 and accepted > 0
     assert pooled == apart == plain
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("seed", [0, 5], ids=["twin", "stranger"])
+def test_a_draft_model(
+    tiny_package: Callable[..., Path],
+    config: GenerationConfig,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the same weights, and one that is nearly always wrong; it need not be exact."""
+    folder, draft = tiny_package("w8a8_row", "int8"), tiny_package("fp32", seed=seed)
+    # Asked in every step, whatever it costs here, and believed to be right.
+    monkeypatch.setattr(asking, "TRIAL_STEPS", 0)
+    monkeypatch.setattr(acceptance, "_MODEL_PRIOR_RATES", (0.9,) * 7)
+    plain, _ = answers(folder, config, max_draft_tokens=0)
+    drafted, accepted = answers(folder, config, draft_package=draft, draft_pool_tokens=0)
+    assert drafted == plain
+    assert accepted > 20 or seed
+
+
+def test_a_draft_model_has_the_same_tokens(
+    tiny_package: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tiny_package("w8a8_row", "int8")
+    larger = tiny_package("fp32", vocab=320)
+    with pytest.raises(PackageError, match=r"cannot draft for .*: it has 320 tokens, not 256"):
+        Runtime.load(folder, draft_package=larger)
+    other = shutil.copytree(tiny_package("fp32"), tmp_path / "other")
+    change_json(other / "manifest.json", lambda raw: raw["tokenizer"].update(golden=[]))
+    change_json(other / "tokenizer.json", swap_letters)
+    with pytest.raises(PackageError, match=r"cannot draft for .*: its tokens have other ids"):
+        Runtime.load(folder, draft_package=other)
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """The file keeps its size, which packages are checked for."""
+    size, raw = path.stat().st_size, json.loads(path.read_text(encoding="utf-8"))
+    change(raw)
+    text = json.dumps(raw, separators=(",", ":"), ensure_ascii=False).encode()
+    path.write_bytes(text.ljust(size))
+
+
+def swap_letters(raw: dict[str, Any]) -> None:
+    vocab = raw["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]

@@ -50,6 +50,7 @@ BAD_ENGINE: dict[str, list[Any]] = {
     "prefix_cache_bytes": [-1, 1.5, True],
     "context_tokens": [0, 1, True],
     "max_draft_tokens": [-1, 16, 1.5, True],
+    "draft_package": ["", 3],
     "draft_pool_tokens": [-1, 2**25, 1.5, None],
     "batch_entropy_cap_nats": [-0.1, NAN, INF, "1.2", True],
     "target": ["", 3],

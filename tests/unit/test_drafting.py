@@ -98,7 +98,8 @@ def test_draft_lengths_are_the_best_of_all(
         chances = (r**i for r, n in zip(rates, lengths, strict=True) for i in range(1, n + 1))
         return (len(rates) + sum(chances)) / cost(len(rates) + sum(lengths))
 
-    chosen = draft_lengths(cost, rates, limits)
+    chances = [[r**i for i in range(1, n + 1)] for r, n in zip(rates, limits, strict=True)]
+    chosen = draft_lengths(cost, chances)
     assert all(n <= limit for n, limit in zip(chosen, limits, strict=True))
     best = max(map(speed, itertools.product(*(range(limit + 1) for limit in limits))))
     assert speed(tuple(chosen)) == pytest.approx(best)

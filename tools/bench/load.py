@@ -64,7 +64,9 @@ def main() -> None:
         "max_waiting": args.max_waiting,
         "num_threads": args.threads,
         "max_draft_tokens": args.max_draft_tokens,
-        "prefix_cache_bytes": 0,  # prompts come again, and are to be computed again
+        # Prompts come again, and are to be computed again and guessed from their own text.
+        "prefix_cache_bytes": 0,
+        "draft_pool_tokens": 0,
     }
     with Runtime.load(args.package, **options) as runtime:
         per_second = asyncio.run(measure_capacity(runtime, make_jobs(prompts, 3 * SLOTS, seed=1)))

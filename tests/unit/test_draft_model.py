@@ -1,0 +1,238 @@
+"""A draft model: what it predicts, what it costs, and that its guesses change no text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_samples import Answers, make_text, run_to_end
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from headrace.backends.fake import FakeBackend, LogitsFn, entropy_nats, hashed_logits
+from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.core import SampledToken, Sequence, SequenceState
+from headrace.runtime.draft_model import DraftModel
+from headrace.runtime.drafting import asking
+from headrace.runtime.drafting.drafter import Drafter
+from headrace.runtime.drafting.model import Prediction, Wanted
+from headrace.runtime.engine import Engine
+
+VOCAB = 64
+SLOTS = 3
+
+
+def running(seq_id: int, slot: int, tokens: list[int]) -> Sequence:
+    state = SequenceState.RUNNING
+    return Sequence(seq_id, tokens, len(tokens), 1000, state=state, slot=slot)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 200))
+def test_predictions_are_those_of_the_whole_text(seed: int, kv_tokens: int) -> None:
+    """Guesses are accepted or not, sequences end, are interrupted, and come back in other slots."""
+    rng, logits = random.Random(seed), hashed_logits(VOCAB)
+    backend = FakeBackend(
+        max_slots=SLOTS, kv_budget_tokens=400, context_tokens=150, max_row_tokens=16
+    )
+    model = DraftModel(backend, kv_tokens)
+    sequences: dict[int, Sequence] = {}
+    for number in range(25):
+        for slot in range(SLOTS):
+            if slot not in sequences or rng.random() < 0.1:
+                if slot in sequences:
+                    sequences[slot].slot = None
+                known = slot in sequences and rng.random() < 0.5
+                tokens = sequences[slot].tokens[:-3] if known else []
+                tokens = [*tokens, *(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50)))]
+                sequences[slot] = running(10 * number + slot, slot, tokens)
+        asked = [s for s in sequences.values() if model.unread_tokens(s, 3) is not None]
+        rng.shuffle(asked)
+        guesses: dict[int, list[int]] = {s.seq_id: [] for s in asked}
+        for _ in range(rng.randrange(4)):
+            found, _ = model.predict([Wanted(s, guesses[s.seq_id]) for s in asked])
+            assert backend.held_tokens <= kv_tokens
+            for sequence, prediction in zip(list(asked), found, strict=True):
+                if prediction is None:
+                    asked.remove(sequence)
+                    continue
+                row = logits([*sequence.tokens, *guesses[sequence.seq_id]])
+                assert prediction.token_id == row.argmax()
+                nats = entropy_nats(row[None])[0]
+                assert prediction.entropy_nats == pytest.approx(nats, abs=1e-6)
+                guesses[sequence.seq_id].append(prediction.token_id)
+        for sequence in sequences.values():
+            own = guesses.get(sequence.seq_id, [])
+            sequence.tokens += [*own[: rng.randrange(len(own) + 1)], rng.randrange(VOCAB)]
+
+
+def test_a_long_text_is_read_in_pieces() -> None:
+    backend = FakeBackend(max_slots=1, context_tokens=600, max_row_tokens=512)
+    model = DraftModel(backend, 600)
+    sequence = running(0, 0, [1] * 300)
+    for unread in (300, 172, 44, 1):
+        assert model.unread_tokens(sequence, 4) == unread
+        (found,), _ = model.predict([Wanted(sequence, [])])
+        assert (found is None) is (unread > 128)
+
+
+def test_what_it_has_no_room_for_is_not_guessed() -> None:
+    model = DraftModel(FakeBackend(max_slots=1, context_tokens=20), 20)
+    assert model.unread_tokens(running(0, 0, [1] * 16), 4) == 16
+    assert model.unread_tokens(running(1, 0, [1] * 17), 4) is None
+    assert model.unread_tokens(running(2, 1, [1]), 4) is None
+
+
+def test_a_backend_that_fails_ends_drafting_only() -> None:
+    model = DraftModel(FakeBackend(fail_at={4, 5}), 100)
+    sequence = running(0, 0, [1, 2])
+    assert model.unread_tokens(sequence, 1) == 2
+    assert model.predict([Wanted(sequence, [])]) == ([None], 0.0)
+    assert model.unread_tokens(sequence, 1) is None
+
+
+class Oracle:
+    """A model that guesses the numbers that follow, sure of itself, in a given time."""
+
+    def __init__(self, ms: float, is_right: bool = True) -> None:
+        self.ms, self.is_right, self.num_asked = ms, is_right, 0
+
+    def unread_tokens(self, sequence: Sequence, num_guesses: int) -> int | None:
+        return 1
+
+    def predict(self, wanted: list[Wanted]) -> tuple[list[Prediction | None], float]:
+        self.num_asked += 1
+        step = 1 if self.is_right else 2
+        found = [Prediction([*w.sequence.tokens, *w.guesses][-1] + step, 0.01) for w in wanted]
+        return list(found), self.ms * (1 + 0.02 * len(wanted))
+
+
+def count(model: Oracle, num_steps: int = 300, num_sequences: int = 2) -> tuple[int, int]:
+    """Sequences count upwards; how many tokens were drafted and accepted in all."""
+    drafter = Drafter(8, model=model)
+    sequences = [Sequence(i, [1000 * i, 1000 * i + 1], 2, 10**6) for i in range(num_sequences)]
+    drafted = accepted = 0
+    for _ in range(num_steps):
+        drafts = drafter.propose(sequences)
+        num_tokens = num_sequences + sum(map(len, drafts.values()))
+        for sequence in sequences:
+            own = drafts.get(sequence.seq_id, ())
+            right = len(own) if model.is_right else 0
+            last = sequence.tokens[-1]
+            sampled = tuple(SampledToken(last + 1 + i, 0.1) for i in range(right + 1))
+            sequence.tokens += [token.token_id for token in sampled]
+            drafter.observe(sequence.seq_id, len(own), sampled)
+            drafted, accepted = drafted + len(own), accepted + right
+        drafter.observe_step(num_tokens, 10.0 + 0.2 * num_tokens)
+    return drafted, accepted
+
+
+def test_a_cheap_model_that_is_right_is_asked_for_many() -> None:
+    model = Oracle(0.5)
+    drafted, accepted = count(model)
+    assert accepted == drafted > 300 * 2 * 5
+
+
+@pytest.mark.parametrize(
+    "model", [Oracle(12.0), Oracle(0.5, is_right=False)], ids=["slow", "wrong"]
+)
+def test_a_model_that_does_not_pay_is_tried_from_time_to_time(model: Oracle) -> None:
+    count(model)
+    tried = model.num_asked
+    assert 3 <= tried < 60
+
+
+def test_the_time_of_the_model_counts() -> None:
+    """What each time costs decides how often it is asked in a step."""
+    numbers = [count(Oracle(ms))[0] for ms in (0.2, 2.0, 8.0)]
+    assert numbers[0] > numbers[1] > numbers[2]
+
+
+def nearly(logits: LogitsFn, noise: float) -> LogitsFn:
+    """Another model's opinion: the same, disturbed."""
+    other = hashed_logits(VOCAB, noise)
+
+    def disturbed(prefix: Any) -> NDArray[np.float32]:
+        return logits(prefix) + other([3, *prefix])
+
+    return disturbed
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "ignore_eos": True},
+    {"temperature": 0.8, "top_p": 0.95, "seed": 5, "ignore_eos": True},
+    {"temperature": 0.0, "repetition_penalty": 1.1, "stop": "ab", "n": 2},
+]
+
+
+def engine_with_draft(draft: FakeBackend | None, **options: Any) -> Engine:
+    backend = FakeBackend(max_slots=SLOTS, kv_budget_tokens=300, logits=hashed_logits(VOCAB, 4.0))
+    return Engine(backend, make_text, [0], EngineConfig(**options), draft_backend=draft)
+
+
+@pytest.fixture
+def always_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The model is asked in every step, whatever it costs here."""
+    monkeypatch.setattr(asking, "TRIAL_STEPS", 0)
+    yield
+
+
+def decode(seed: int, draft: FakeBackend | None, **options: Any) -> tuple[list[Any], Engine]:
+    """Requests that arrive at random, one of them cancelled, some urgent enough to interrupt."""
+    rng, answers, requests = random.Random(seed), Answers(), []
+    engine = engine_with_draft(draft, max_chunk_tokens=16, **options)
+    arrivals = sorted(rng.randrange(40) for _ in range(6))
+    for step in range(5000):
+        while arrivals and (arrivals[0] <= step or not engine.has_work):
+            arrivals.pop(0)
+            prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 40))]
+            priority = rng.choice([0, 0, 9])
+            config = GenerationConfig(max_new_tokens=50, priority=priority, **rng.choice(CONFIGS))
+            requests.append(engine.prepare(prompt, config))
+            engine.add(requests[-1])
+        if step == 12 and requests:
+            answers.take(engine.cancel(requests[0]))
+        if not engine.has_work and not arrivals:
+            break
+        answers.take(engine.step())
+        engine.check_integrity()
+    assert not answers.errors
+    results = [
+        (answers.tokens.get((r, i)), answers.texts.get((r, i)), answers.finish.get((r, i)))
+        for r in requests[1:]  # how far the cancelled one came depends on the speed
+        for i in range(r.config.n)
+    ]
+    return results, engine
+
+
+@pytest.mark.usefixtures("always_asked")
+@pytest.mark.parametrize("seed", range(10))
+def test_a_draft_model_changes_no_answer(seed: int) -> None:
+    plain, _ = decode(seed, None, max_draft_tokens=0)
+    slots = 2 if seed % 3 == 0 else SLOTS  # one sequence may have nobody to guess for it
+    draft = FakeBackend(max_slots=slots, logits=nearly(hashed_logits(VOCAB, 4.0), 0.5))
+    drafted, engine = decode(seed, draft)
+    assert drafted == plain
+    assert sum(record.accepted for record in engine.steps) > 20
+    assert sum(record.draft_ms for record in engine.steps) > 0
+    engine.close()
+    assert draft.closed
+
+
+@pytest.mark.usefixtures("always_asked")
+def test_a_draft_model_that_fails_changes_no_answer() -> None:
+    plain, _ = decode(1, None, max_draft_tokens=0)
+    draft = FakeBackend(max_slots=SLOTS, logits=hashed_logits(VOCAB, 4.0), fail_at={15})
+    assert decode(1, draft)[0] == plain
+
+
+def test_no_draft_model_where_drafts_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    draft = FakeBackend(max_slots=SLOTS)
+    engine, answers = engine_with_draft(draft, max_draft_tokens=0), Answers()
+    engine.add(engine.prepare([1, 2], GenerationConfig(max_new_tokens=9)))
+    run_to_end(engine, answers)
+    assert draft.held_tokens == 0 and "max_draft_tokens is 0" in caplog.text

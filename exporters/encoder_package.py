@@ -51,7 +51,7 @@ from headrace.runtime.manifest import (
 
 # Of a package against its FP32 graph, mean over texts; below it the package is not written.
 COSINE_GATE = 0.99
-_PRECISIONS = ("w8a8_row", "w8a8_block", "w4a8_block", "fp32")
+_PRECISIONS = ("w8a8_row", "w7a8_row", "w8a8_block", "w4a8_block", "fp32")
 _WEIGHTS_FILE = "weights.bin"
 _GRAPH_FILE = "encoder.onnx"
 _MIN_ONNXRUNTIME = "1.31"

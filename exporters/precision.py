@@ -14,6 +14,7 @@ DEFAULT_PRECISION = "w8a8_row"
 # A format remembers what it stored, so each package makes its own.
 FORMATS: Mapping[str, Callable[[], LinearFormat]] = {
     "w8a8_row": RowInt8Format,
+    "w7a8_row": lambda: RowInt8Format("w7a8_row", 63),
     "w8a8_block": lambda: BlockFormat("w8a8_block", 8),
     "w4a8_block": lambda: BlockFormat("w4a8_block", 4),
     "w4a8_block64": lambda: BlockFormat("w4a8_block64", 4, 64),
@@ -62,7 +63,7 @@ class Precision:
     @property
     def gram_formats(self) -> bool:
         """Whether the format rounds better where it knows what a layer multiplies."""
-        return self.format in ("w8a8_row", "w4a8_block", "w4a8_block64")
+        return self.format in ("w8a8_row", "w7a8_row", "w4a8_block", "w4a8_block64")
 
     @property
     def can_be_trained(self) -> bool:
@@ -94,6 +95,13 @@ _ALL = (
         rotate=True,
         head="w8a8_row",
         measured=("w8a8_row",),
+    ),
+    Precision(
+        "w7a8_row",
+        "cpu_int8_reduced",
+        "w8a8_row with weights of 7 bits: faster on processors without VNNI",
+        "w7a8_row",
+        rotate=True,
     ),
     Precision("w8a8_block", "cpu_int8_block", "INT8 in blocks of 32 (MatMulNBits)", "w8a8_block"),
     Precision(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 # on processors with AVX-512 VNNI (docs/measurements.md).
 _BYTES = {
     "w8a8_row": 1.0,
+    "w7a8_row": 1.0,
     "w8a8_block": 1.125,
     "keep": 1.125,
     "fp32": 4.0,
@@ -22,6 +23,7 @@ _BYTES = {
 }
 _GFLOP_S = {
     "w8a8_row": 300.0,
+    "w7a8_row": 300.0,
     "w8a8_block": 190.0,
     "keep": 190.0,
     "fp32": 100.0,

@@ -78,7 +78,8 @@ class CpuBackend:
         target = self._choose_target()
         graph = self._choose_graph(target)
         threads = choose_threads(self._hardware, self._config.num_threads)
-        kernels = choose_kernels(self._hardware)
+        formats = {tensor.format for tensor in target.tensors}
+        kernels = choose_kernels(self._hardware, formats)
         if kernels.warning:
             logger.warning(kernels.warning)
         self._require_memory(target)
@@ -115,7 +116,7 @@ class CpuBackend:
             kv_budget_tokens=self._kv_budget_tokens(target, context),
             kv_identity=self._kv_identity(target),
             exact_rows=cache != "float32"
-            and (kernels.exact_4bit or not any(t.format.endswith("/4bit") for t in target.tensors)),
+            and (kernels.exact_4bit or not any(name.endswith("/4bit") for name in formats)),
         )
 
     def submit(self, plan: StepPlan) -> int:

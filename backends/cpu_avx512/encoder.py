@@ -58,8 +58,8 @@ class CpuEncoder:
         if target is None:
             raise PackageError(f"{folder} has no CPU target; export it for the CPU")
         threads = choose_threads(hardware, num_threads)
-        kernels = choose_kernels(hardware)
-        if kernels.warning and target.precision != "fp32":
+        kernels = choose_kernels(hardware, {tensor.format for tensor in target.tensors})
+        if kernels.warning:
             logger.warning(kernels.warning)
         needed, free = target.weight_bytes, hardware.available_memory_bytes
         if needed > free:

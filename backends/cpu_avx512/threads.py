@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from headrace.runtime.errors import ConfigError
@@ -12,6 +12,7 @@ from headrace.runtime.machine.hardware import HardwareInfo
 # onnxruntime 1.32 has tile kernels for 8-bit integers only; its bf16 ones do not exist.
 _TILES = "amx_int8"
 _VNNI = ("avx512_vnni", "avx_vnni")
+WIDE_ROWS = "w8a8_row"  # the format of weights whose products may saturate
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,15 @@ def choose_threads(hardware: HardwareInfo, requested: int | None) -> ThreadChoic
     return ThreadChoice(requested, f"as asked for, of {allowed} allowed ({why})")
 
 
-def choose_kernels(hardware: HardwareInfo) -> KernelChoice:
+def choose_kernels(hardware: HardwareInfo, formats: Collection[str] = (WIDE_ROWS,)) -> KernelChoice:
     """The integer GEMM that the processor has.
 
     Without VNNI, x86-64 multiplies u8 by s8 into saturating 16-bit sums: results are wrong by a
-    quarter of their range unless ONNX Runtime is told to prefer precision.
+    quarter of their range unless ONNX Runtime is told to prefer precision, or the weights are of
+    reduced range.
+
+    Args:
+        formats: of the package's weights.
     """
     if not hardware.is_x86_64:
         return KernelChoice(hardware.machine, {}, None, exact_4bit=False)
@@ -67,10 +72,14 @@ def choose_kernels(hardware: HardwareInfo) -> KernelChoice:
         return KernelChoice("amx", {}, None, exact_4bit)
     if any(name in hardware.features for name in _VNNI):
         return KernelChoice("vnni", {}, None, exact_4bit)
+    name = "avx2" if "avx2" in hardware.features else "x86-64"
+    if WIDE_ROWS not in formats:
+        return KernelChoice(name, {}, None, exact_4bit)
     return KernelChoice(
-        "avx2" if "avx2" in hardware.features else "x86-64",
+        name,
         {"session.x64quantprecision": "1"},
-        "this processor has no VNNI: INT8 runs on slower kernels that do not saturate",
+        "this processor has no VNNI: INT8 runs on slower kernels that do not saturate; a package "
+        "exported with --precision w7a8_row is faster here",
         exact_4bit,
     )
 

@@ -157,9 +157,13 @@ class Float16(Float32):
 
 
 class RowInt8Format:
-    """INT8 weights, one scale an output channel; activations INT8, one scale a row."""
+    """INT8 weights, one scale an output channel; activations INT8, one scale a row.
 
-    name = "w8a8_row"
+    `max_code` of weights is 127, or 63 for kernels that would saturate (`quant.formats`).
+    """
+
+    def __init__(self, name: str = "w8a8_row", max_code: int = 127) -> None:
+        self.name, self._max_code = name, max_code
 
     def linear(self, g: GraphBuilder, x: ir.Value, weight: Weight) -> ir.Value:
         return g.call(row_quant_matmul(), x, *self._columns(g, weight), _middle(g, x))
@@ -198,9 +202,9 @@ class RowInt8Format:
     def quantize(self, weight: Weight) -> RowInt8:
         """What is stored of a weight."""
         trained = weight.trained()
-        if isinstance(trained, RowInt8):
+        if isinstance(trained, RowInt8) and trained.max_code == self._max_code:
             return trained
-        return quantize_row_int8(weight.load(), weight.gram())
+        return quantize_row_int8(weight.load(), weight.gram(), self._max_code)
 
     def _columns(self, g: GraphBuilder, weight: Weight) -> tuple[ir.Value, ir.Value]:
         """Codes [in, out], as the product wants them, and scales."""

@@ -7,6 +7,10 @@ Row INT8 (`w8a8_row`)
     codes int8 [out, in] in [-127, 127], scales float32 [out]; weight = codes * scales[:, None].
     A GEMM stores the codes transposed, [in, out], as MatMulIntegerToFloat wants them.
 
+Row INT8 of reduced range (`w7a8_row`)
+    The same with codes in [-63, 63]. x86-64 without VNNI adds two products u8 x s8 in 16 bits that
+    saturate at 32,767: 2 * 255 * 127 is twice that, 2 * 255 * 63 is below.
+
 Blocks (`w8a8_block`, `w4a8_block`; MatMulNBits, GatherBlockQuantized)
     Blocks of `block_size` values along `in`; scales float32 [out, in/block_size];
     weight = (code - zero_point) * scale. 8-bit codes are uint8 [out, blocks, block_size] with
@@ -31,26 +35,28 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # of a 4-bit block's ra
 
 @dataclass(frozen=True, slots=True)
 class RowInt8:
-    """codes int8 [out, in], scales float32 [out]."""
+    """codes int8 [out, in] in [-max_code, max_code], scales float32 [out]."""
 
     codes: NDArray[np.int8]
     scales: Float
+    max_code: int = 127
 
     def dequantize(self) -> Float:
         return self.codes.astype(np.float32) * self.scales[:, None]
 
 
-def quantize_row_int8(weight: Float, gram: Float | None = None) -> RowInt8:
+def quantize_row_int8(weight: Float, gram: Float | None = None, max_code: int = 127) -> RowInt8:
     """One symmetric scale per output channel; rounded by GPTQ where `gram` is known.
 
     Without it to nearest. `gram` float32 [in, in] is the sum of x x' over the layer's inputs.
     """
-    scales = (np.maximum(np.abs(weight).max(axis=1), _TINY) / np.float32(127)).astype(np.float32)
+    peaks = np.maximum(np.abs(weight).max(axis=1), _TINY)
+    scales = (peaks / np.float32(max_code)).astype(np.float32)
     if gram is None:
         codes = np.rint(weight / scales[:, None])
     else:
-        codes = gptq_codes(weight, gram, scales[:, None], 0.0, -127, 127)
-    return RowInt8(codes.astype(np.int8), scales)
+        codes = gptq_codes(weight, gram, scales[:, None], 0.0, -max_code, max_code)
+    return RowInt8(codes.astype(np.int8), scales, max_code)
 
 
 @dataclass(frozen=True, slots=True)

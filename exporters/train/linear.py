@@ -24,7 +24,6 @@ from headrace.exporters.quant.formats import Blocks, Float, RowInt8, pack_nibble
 from headrace.exporters.train.fake_quant import fake_codes, fake_int8
 
 _REACH = 0.4  # of a code's range of 1, on either side
-_ENDS = {"row": (-127, 127), 8: (0, 255), 4: (0, 15)}  # smallest and largest codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,10 @@ def _grid(start: RowInt8 | Blocks) -> tuple[Float, Float]:
 
 
 def _ends(start: RowInt8 | Blocks) -> tuple[int, int]:
-    return _ENDS["row" if isinstance(start, RowInt8) else start.bits]
+    """The smallest and the largest code."""
+    if isinstance(start, RowInt8):
+        return -start.max_code, start.max_code
+    return 0, (1 << start.bits) - 1
 
 
 def _stored(
@@ -140,7 +142,8 @@ def _stored(
     split = weight.reshape(*scales.shape, -1)
     codes = np.clip(np.rint(split / scales[:, :, None]) + zeros[:, :, None], *_ends(start))
     if isinstance(start, RowInt8):
-        return RowInt8(codes.reshape(weight.shape).astype(np.int8), scales[:, 0].copy())
+        rows = codes.reshape(weight.shape).astype(np.int8)
+        return RowInt8(rows, scales[:, 0].copy(), start.max_code)
     unsigned = codes.astype(np.uint8)
     packed = pack_nibbles(unsigned) if start.bits == 4 else unsigned
     return Blocks(start.bits, start.block_size, packed, scales, start.zero_points)

@@ -100,7 +100,7 @@ def _rows(stored: RowInt8 | Blocks | None, rows: slice) -> RowInt8 | Blocks | No
     if stored is None:
         return None
     if isinstance(stored, RowInt8):
-        return RowInt8(stored.codes[rows], stored.scales[rows])
+        return RowInt8(stored.codes[rows], stored.scales[rows], stored.max_code)
     zeros = stored.zero_points
     return dataclasses.replace(
         stored,

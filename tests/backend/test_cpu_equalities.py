@@ -21,7 +21,7 @@ from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import PROBABILITY_BLOCK, read_manifest
 
 SLOTS = 6
-PRECISIONS = ["w8a8_row", "w8a8_block", "w4a8_block"]
+PRECISIONS = ["w8a8_row", "w7a8_row", "w8a8_block", "w4a8_block"]
 
 
 @pytest.fixture(scope="module", params=[*PRECISIONS, "w8a8_row-uniform"])

@@ -143,6 +143,20 @@ def test_row_int8_needs_the_precise_kernels(run_emulated: RunEmulated, tmp_path:
     )
 
 
+def test_weights_of_reduced_range_need_no_option(run_emulated: RunEmulated, tmp_path: Path) -> None:
+    """The largest sums there can be: all codes of a row at their ends."""
+    signs = np.random.default_rng(0).choice([-1, 1], (4, 64))
+    signs[0] = 1
+    x = signs.astype(np.float32)
+    codes = np.full((64, 32), 63, np.int8) * np.where(np.arange(32) % 2, 1, -1).astype(np.int8)
+    scales = np.full(32, 1e-2, np.float32)
+    np.save(tmp_path / "x.npy", x)
+    write_row_int8_graph(tmp_path, codes, scales)
+    expected = row_int8_product(x, codes, scales)
+    product = np.array(run_emulated(MULTIPLY, tmp_path, 0))
+    assert np.abs(product - expected).max() < 1e-6 * np.abs(expected).max()
+
+
 def write_row_int8_graph(folder: Path, codes: np.ndarray, scales: np.ndarray) -> None:
     """The function that packages use, as an exported graph calls it."""
     inputs, outputs = codes.shape

@@ -242,6 +242,13 @@ def test_processors_that_would_saturate(features: set[str], name: str) -> None:
     assert choice.warning
 
 
+def test_weights_of_reduced_range_do_not_saturate() -> None:
+    plain = hardware(features=frozenset({"avx2"}))
+    choice = choose_kernels(plain, {"w7a8_row", "fp32"})
+    assert (choice.name, choice.session_options, choice.warning) == ("avx2", {}, None)
+    assert choose_kernels(plain, {"w7a8_row", "w8a8_row"}).session_options
+
+
 @pytest.mark.parametrize(
     ("features", "exact"), [({"avx512_vnni"}, True), ({"avx_vnni"}, False), ({"avx2"}, False)]
 )

@@ -32,6 +32,7 @@ def as_weight(values: np.ndarray) -> Weight:
 
 FORMATS = {
     "row INT8": RowInt8Format(),
+    "row INT8, reduced": RowInt8Format("w7a8_row", 63),
     "8-bit blocks": BlockFormat("w8a8_block", 8),
     "4-bit blocks": BlockFormat("w4a8_block64", 4, 64),
 }

@@ -49,6 +49,15 @@ def test_row_int8_is_within_half_a_step(weight: np.ndarray) -> None:
 
 
 @given(weights)
+def test_reduced_codes_never_saturate_16_bits(weight: np.ndarray) -> None:
+    quantized = quantize_row_int8(weight, max_code=63)
+    codes = np.abs(quantized.codes.astype(int))
+    assert quantized.max_code == 63 and 2 * 255 * codes.max() < 1 << 15
+    step = np.abs(weight).max(axis=1, keepdims=True) / 63
+    assert (np.abs(quantized.dequantize() - weight) <= step * 0.501 + 1e-30).all()
+
+
+@given(weights)
 def test_blocks_8bit_are_within_half_a_step(weight: np.ndarray) -> None:
     blocks = quantize_blocks_8bit(weight, 32)
     assert np.abs(blocks.dequantize() - weight).max() <= blocks.scales.max() * 0.501

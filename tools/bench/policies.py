@@ -18,6 +18,8 @@ ratios are paired by cell and round, with a 95% interval of their geometric mean
     oracle      drafts exactly what will be accepted (B6)
     policy      what ships
     cap N       what ships, without drafts for sequences above N nats (`--caps`)
+
+`--sides` leaves out all but those named and the policy.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from headrace.runtime.engine import Engine
 
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
 WINDOW_TOKENS = 8
+SIDES = ("static", "dropping", "plain", "fixed", "blind", "shuffled", "oracle")
 Drafters = dict[str, Drafter | None]
 
 
@@ -114,6 +117,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2, help="of a cell, for each sequence")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--caps", nargs="*", type=float, default=[], metavar="NATS")
+    parser.add_argument("--sides", nargs="*", default=SIDES, choices=SIDES, metavar="SIDE")
     parser.add_argument("--only", nargs="*", default=[], metavar="CATEGORY")
     args = parser.parse_args()
     prompts = read_prompts(args.prompts_file, args.package, 64)
@@ -125,11 +129,11 @@ def main() -> None:
     )
     cells, bins = [], {}
     for count in args.sequences:
-        drafters, best = tune(loaded, prompts, count, args.requests, args.caps)
+        drafters, best = tune(loaded, prompts, count, args.requests, args.caps, args.sides)
         for category, ids in prompts.items():
             jobs = make_jobs(ids[::2], count * args.requests, seed=1)
             for number in range(args.rounds):
-                sides = measure(loaded, drafters, jobs, count, number)
+                sides = measure(loaded, drafters, jobs, count, number, args.sides)
                 cells.append({"sequences": count, "category": category, "fixed": best, **sides})
         bins[count] = drafts_by_entropy(drafters["policy"])
     lines = [*table(cells), "", *entropy_table(bins)]
@@ -148,6 +152,7 @@ def tune(
     count: int,
     requests: int,
     caps: Sequence[float],
+    sides: Sequence[str],
 ) -> tuple[Drafters, int]:
     """Drafters that have seen the tuning prompts, and the best fixed length on them."""
     drafters: Drafters = {
@@ -157,26 +162,38 @@ def tune(
         "policy": CountingDrafter(DEFAULT_DRAFT_TOKENS),
         **{f"cap {cap:g}": CountingDrafter(DEFAULT_DRAFT_TOKENS, cap) for cap in caps},
     }
+    drafters = {
+        name: drafter for name, drafter in drafters.items() if name not in SIDES or name in sides
+    }
     one_each = [ids[1] for ids in prompts.values() if len(ids) > 1]
     jobs = make_jobs(one_each, max(len(one_each), count * requests), seed=0)
     for drafter in drafters.values():
         run(loaded, drafter, jobs, count)
+    if "fixed" not in sides:
+        return drafters, 0
     speeds = {n: run(loaded, FixedDrafter(n), jobs, count).tok_s for n in FIXED_LENGTHS}
     best = max(speeds, key=speeds.__getitem__)
     return {**drafters, "fixed": FixedDrafter(best)}, best
 
 
 def measure(
-    loaded: Loaded, drafters: Drafters, jobs: list[Job], count: int, number: int
+    loaded: Loaded,
+    drafters: Drafters,
+    jobs: list[Job],
+    count: int,
+    number: int,
+    chosen: Sequence[str],
 ) -> dict[str, Any]:
-    """All sides on the same jobs; compares what they write."""
+    """All chosen sides on the same jobs; compares what they write."""
     plain = run(loaded, None, jobs, count)  # warms up, and tells the oracle
     answers: dict[tuple[int, ...], list[int]] = {}
     for i, job in enumerate(jobs):
         longest = answers.get(job.prompt_ids, [])
         answers[job.prompt_ids] = max(longest, plain.written[i], key=len)
-    sides: Drafters = {**drafters, "oracle": OracleDrafter(DEFAULT_DRAFT_TOKENS, answers)}
-    names = ["static", "dropping", *sides]
+    sides: Drafters = dict(drafters)
+    if "oracle" in chosen:
+        sides["oracle"] = OracleDrafter(DEFAULT_DRAFT_TOKENS, answers)
+    names = [*(name for name in ("static", "dropping") if name in chosen), *sides]
     random.Random(number).shuffle(names)
     found: dict[str, Any] = {}
     for name in names:
@@ -248,7 +265,7 @@ def run_static(loaded: Loaded, jobs: Sequence[Job], count: int, *, keep_rows: bo
 
 def table(cells: list[dict[str, Any]]) -> list[str]:
     """Speed of the policy against each other side, by number of sequences."""
-    sides = ["static", "dropping", "plain", "fixed", "blind", "shuffled", "oracle"]
+    sides = [name for name in SIDES if name in cells[0]]
     sides += [name for name in cells[0] if name.startswith("cap ")]
     lines = [f"{'policy against':24}" + "".join(f"{side:>17}" for side in sides)]
     for count in sorted({cell["sequences"] for cell in cells}):
@@ -265,7 +282,7 @@ def table(cells: list[dict[str, Any]]) -> list[str]:
                 texts.append(interval(ratios) if measure_name == "tok_s" else f"{middle(ratios)}")
             lines.append(f"{count:3} x {title:18}" + "".join(f"{text:>17}" for text in texts))
     categories = sorted({cell["category"] for cell in cells})
-    for category in categories:
+    for category in categories if "plain" in sides else ():
         chosen = [cell for cell in cells if cell["category"] == category]
         texts = [
             f"{count}: {middle([_speedup(c) for c in chosen if c['sequences'] == count])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -13,27 +14,30 @@ from headrace.runtime.errors import BackendUnavailableError, ConfigError
 from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import Manifest
 
+logger = logging.getLogger(__name__)
+
 # In the order that "auto" prefers.
-_BACKENDS = {"cpu": ("headrace.backends.cpu_avx512.backend", "CpuBackend")}
-_PLANNED = {"cuda": "this version of headrace has no CUDA backend"}
+_BACKENDS = {
+    "cuda": ("headrace.backends.cuda.backend", "CudaBackend"),
+    "cpu": ("headrace.backends.cpu_avx512.backend", "CpuBackend"),
+}
+# What says why a device cannot be used, or None; the CPU always can.
+_OBSTACLES = {"cuda": ("headrace.backends.cuda.provider", "obstacle")}
 
 
 def choose_device(device: str, manifest: Manifest) -> str:
-    """The device to use: `device` itself, or for "auto" the best that the package has graphs for.
+    """The device to use: `device` itself, or for "auto" the best that the package has graphs for
+    and that works here.
 
     Raises:
         ConfigError: no such device.
         BackendUnavailableError: it cannot be had; says what is missing.
     """
-    known = ["auto", *_BACKENDS, *_PLANNED]
+    known = ["auto", *_BACKENDS]
     if device not in known:
         close = difflib.get_close_matches(device, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError("device", device, f"one of {', '.join(known)}{hint}")
-    if device in _PLANNED:
-        raise BackendUnavailableError(
-            f"device {device!r} cannot be used: {_PLANNED[device]}; use device='cpu'"
-        )
     targets = {target.device for target in manifest.targets}
     usable = [name for name in _BACKENDS if name in targets and device in ("auto", name)]
     if not usable:
@@ -42,7 +46,22 @@ def choose_device(device: str, manifest: Manifest) -> str:
             f"the package has graphs for {', '.join(sorted(targets)) or 'no device'}, "
             f"not for {wanted}; export it again with a target for it"
         )
-    return usable[0]
+    reasons = []
+    for name in usable:
+        reason = _obstacle(name)
+        if reason is None:
+            return name
+        reasons.append(f"device {name!r} cannot be used: {reason}")
+        if name != usable[-1]:
+            logger.warning("%s; using %s", reasons[-1], usable[-1])
+    raise BackendUnavailableError("; ".join(reasons))
+
+
+def _obstacle(name: str) -> str | None:
+    if name not in _OBSTACLES:
+        return None
+    module, function = _OBSTACLES[name]
+    return cast(str | None, getattr(import_module(module), function)())
 
 
 def create_backend(

@@ -88,7 +88,7 @@ class Runtime:
 
         Args:
             folder: made by `runtime-export`.
-            device: "auto" or "cpu".
+            device: "cpu", "cuda", or "auto" for the latter where package and machine can.
             config: how to use the machine.
             options: fields of `EngineConfig`, over those of `config`.
 

@@ -192,7 +192,7 @@ def _add_package(parser: argparse.ArgumentParser) -> None:
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
-    group.add_argument("--device", default="auto", help="auto (default) or cpu")
+    group.add_argument("--device", default="auto", help="auto (default), cuda or cpu")
     group.add_argument("--threads", type=int, metavar="N", help="threads inside the model")
     group.add_argument("--context-tokens", type=int, metavar="N", help="longest sequence")
     group.add_argument("--target", metavar="NAME", help="which of the package's targets")

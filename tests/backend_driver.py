@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backends.base import Backend
 from headrace.backends.registry import create_backend
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import Row, StepPlan
@@ -36,6 +37,13 @@ def run_schedule(
         max_sequences=len(sequences), num_threads=1, form=form, context_tokens=context_tokens
     )
     backend = create_backend("cpu", package, read_manifest(package), config, probe_hardware())
+    return drive(backend, sequences, schedule)
+
+
+def drive(
+    backend: Backend, sequences: Sequence[Sequence[int]], schedule: Schedule
+) -> tuple[list[Float], list[Float]]:
+    """As `run_schedule`, of a backend that is not loaded yet; closes it."""
     vocab_size = backend.load().vocab_size
     logits = [np.full((len(s), vocab_size), np.nan, np.float32) for s in sequences]
     entropy = [np.full(len(s), np.nan, np.float32) for s in sequences]

@@ -3,7 +3,8 @@
     outputs = evaluator(graph_file).run(["logits"], feeds)
 
 Written from the operators' documentation. Every operator takes its inputs as stored, computes in
-float32 and rounds its output once, as kernels do that multiply halves and sum in float32.
+float32 or wider and rounds its output once, as kernels do that multiply halves and sum in float32.
+Products are summed in float64, so that a row's result does not show how many others there were.
 """
 
 from __future__ import annotations
@@ -103,10 +104,12 @@ def attend(
     A token sees itself and, if `window` is positive, the window - 1 before it, else all.
     """
     group = q.shape[1] // keys.shape[1]
-    keys, values = (np.repeat(part, group, axis=1) for part in (keys, values))
-    scores = np.einsum("shd,thd->hst", q, keys) * np.float32(scale)
+    wide_keys, wide_values = (
+        np.repeat(part, group, axis=1).astype(np.float64) for part in (keys, values)
+    )
+    scores = np.einsum("shd,thd->hst", q, wide_keys) * scale
     if softcap:
-        scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+        scores = softcap * np.tanh(scores / softcap)
     own = np.arange(len(keys) - len(q), len(keys))[:, None]
     seen = np.arange(len(keys))[None] <= own
     if window > 0:
@@ -114,7 +117,7 @@ def attend(
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.asarray(np.einsum("hst,thd->shd", weights, values), np.float32)
+    return np.asarray(np.einsum("hst,thd->shd", weights, wide_values), np.float32)
 
 
 def rotated(x: Float, cos: Array, sin: Array) -> Float:
@@ -158,7 +161,7 @@ class MatMul(Operator):
     op_domain = ""
 
     def _run(self, a: Array, b: Array, **_: Any) -> tuple[Array]:
-        return (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),)
+        return (np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(a.dtype),)
 
 
 class Gemm(Operator):
@@ -169,7 +172,7 @@ class Gemm(Operator):
     def _run(self, a: Array, b: Array, **attributes: Any) -> tuple[Array]:
         assert not attributes.get("transA", 0) and attributes.get("alpha", 1) == 1
         right = b.T if attributes.get("transB", 0) else b
-        return ((a.astype(np.float32) @ right.astype(np.float32)).astype(a.dtype),)
+        return ((a.astype(np.float64) @ right.astype(np.float64)).astype(a.dtype),)
 
 
 class MatMulNBits(Operator):
@@ -192,7 +195,7 @@ class MatMulNBits(Operator):
             zero = unpacked(zeros.reshape(n, -1), bits)[:, :blocks]
         by_block = (values - zero[:, :, None]) * scales.astype(np.float32).reshape(n, blocks, 1)
         weight = by_block.reshape(n, -1)[:, :k].astype(x.dtype)  # kernels multiply in x's type
-        return ((x.astype(np.float32) @ weight.astype(np.float32).T).astype(x.dtype),)
+        return ((x.astype(np.float64) @ weight.astype(np.float64).T).astype(x.dtype),)
 
 
 class GatherBlockQuantized(Operator):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tokenizer_samples
 
+from headrace.backends.cuda import provider
 from headrace.backends.fake import FakeBackend
 from headrace.backends.registry import choose_device
 from headrace.runtime import EngineConfig, GenerationConfig, Runtime, factory
@@ -155,7 +156,7 @@ def test_load_checks_its_arguments(tmp_path: Path, backends: list[FakeBackend]) 
         Runtime.load(folder, max_sequences=0)
     with pytest.raises(ConfigError, match="did you mean cuda"):
         Runtime.load(folder, device="cuda0")
-    with pytest.raises(BackendUnavailableError, match="no CUDA backend"):
+    with pytest.raises(BackendUnavailableError, match="not for cuda; export it again"):
         Runtime.load(folder, device="cuda")
     assert not backends
 
@@ -164,6 +165,27 @@ def test_device_needs_a_target_of_the_package(tmp_path: Path) -> None:
     manifest = read_manifest(write_package(tmp_path, {}))
     assert choose_device("auto", manifest) == choose_device("cpu", manifest) == "cpu"
     other = replace(manifest, targets=(make_target("cuda_fp16", "cuda"),))
-    for device in ("auto", "cpu"):
-        with pytest.raises(BackendUnavailableError, match=r"graphs for cuda, not for cpu"):
-            choose_device(device, other)
+    with pytest.raises(BackendUnavailableError, match=r"graphs for cuda, not for cpu"):
+        choose_device("cpu", other)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_auto_takes_cuda_where_it_works(
+    works: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(provider, "obstacle", lambda: None if works else "no card; buy one")
+    manifest = read_manifest(write_package(tmp_path, {}))
+    cuda = make_target("cuda_fp16", "cuda")
+    both = replace(manifest, targets=(*manifest.targets, cuda))
+    assert choose_device("cpu", both) == "cpu"
+    assert choose_device("auto", both) == ("cuda" if works else "cpu")
+    assert ("no card; buy one; using cpu" in caplog.text) is not works
+    for device in ("auto", "cuda"):
+        if works:
+            assert choose_device(device, replace(both, targets=(cuda,))) == "cuda"
+            continue
+        with pytest.raises(BackendUnavailableError, match="'cuda' cannot be used: no card"):
+            choose_device(device, replace(both, targets=(cuda,)))

@@ -65,7 +65,8 @@ class Answer:
         for i in range(row.num_logits):
             given = None if output.probabilities is None else output.probabilities.rows(line + i)
             position = len(sequence.tokens) + i
-            token_id, logprob, top = sampler.sample(output.logits[line + i], position, given)
+            draft = drafts[i] if i < len(drafts) else None
+            token_id, logprob, top = sampler.sample(output.logits[line + i], position, given, draft)
             sampler.accept(token_id)
             entropy_nats = float(output.entropy_nats[line + i])
             sampled.append(SampledToken(token_id, entropy_nats, logprob, top))
@@ -77,7 +78,7 @@ class Answer:
             self.matched_stop = self.text.stopped
             if self.matched_stop is not None or sampler.is_complete:
                 return FinishReason.STOP
-            if i < len(drafts) and drafts[i] != token_id:
+            if token_id != draft:
                 break
         sequence.forced = sampler.forced
         return None

@@ -91,6 +91,10 @@ class GenerationConfig:
         priority: higher ones are served first, -100 to 100.
         grammar: what the answer may be, as a whole. It ends when nothing can be added, in spite of
             `min_new_tokens`; one that is cut off (`max_new_tokens`, `stop`) is not whole.
+        typical_acceptance: lossy, at temperatures above 0 only: take guessed tokens that are merely
+            not improbable, whatever top_k, top_p and min_p say. The epsilon of Medusa's rule
+            (`runtime/sampling/typical.py`), which is 0.09 there; more is stricter, 0 is off and
+            exact. The text then depends on what was guessed, so that a seed does not repeat it.
 
     Raises:
         ConfigError: a value is wrong; names field, value and what is expected.
@@ -115,6 +119,7 @@ class GenerationConfig:
     n: int = 1
     priority: int = 0
     grammar: Grammar | None = None
+    typical_acceptance: float = 0.0
 
     _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
 
@@ -310,6 +315,7 @@ GenerationConfig._CHECKS = {
     "n": integer(1, MAX_SAMPLES),
     "priority": integer(-MAX_PRIORITY, MAX_PRIORITY),
     "grammar": _grammar,
+    "typical_acceptance": number(0, 1),
 }
 EngineConfig._CHECKS = {
     "max_sequences": integer(1, 4096),

@@ -45,6 +45,7 @@ class Sequence:
         since_step: first step of the present state, WAITING or RUNNING.
         waited_steps, served_steps: steps in these states before the present one.
         forced: tokens that must follow `tokens`, known beforehand; most often none.
+        is_lossy: drafts may change its text, so that none may come from the texts of others.
     """
 
     seq_id: int
@@ -61,6 +62,7 @@ class Sequence:
     waited_steps: int = 0
     served_steps: int = 0
     forced: tuple[int, ...] = ()
+    is_lossy: bool = False
 
     @property
     def generated_len(self) -> int:

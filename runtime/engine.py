@@ -155,6 +155,7 @@ class Engine:
                 max_new_tokens,
                 inverse_temperature=sampler.inverse_temperature,
                 priority=config.priority,
+                is_lossy=config.typical_acceptance > 0.0,
             )
             request.answers.append(
                 Answer(

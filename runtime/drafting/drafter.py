@@ -100,7 +100,7 @@ class Drafter:
             if room > 0 and sequence.forced:  # sure to be accepted: worth it at any cost
                 drafts[sequence.seq_id] = sequence.forced[:limit]
             elif room > 0 and state.mean_entropy_nats <= self._cap_nats:
-                guess = self._guess(state, limit)
+                guess = self._guess(state, limit, sequence.is_lossy)
                 if guess is not None or self._asker is not None:
                     entropy_nats, history = state.entropy_nats, state.model_history
                     options.append(Option(sequence, limit, entropy_nats, guess, history))
@@ -122,10 +122,11 @@ class Drafter:
         """Where the n-grams of a sequence were seen, its last token included."""
         return self._state(sequence).index
 
-    def _guess(self, state: _State, limit: int) -> Guess | None:
+    def _guess(self, state: _State, limit: int, is_lossy: bool) -> Guess | None:
         """The likelier of what a sequence's own text and those of others say, if any does."""
         tokens, kind = None, None
-        own, other = state.index.longest_match(), state.pooled.match
+        own = state.index.longest_match()
+        other = None if is_lossy else state.pooled.match
         if own is not None:
             kind = self._table.own_kind(own.num_tokens, state.entropy_nats)
             tokens = state.index.continuation(own, limit)

@@ -126,6 +126,17 @@ def sample(
     return Draw(drawn, margin)
 
 
+def typical_margin(config: GenerationConfig, adjusted: Sequence[float], token_id: int) -> float:
+    """p(token) - min(epsilon, sqrt(epsilon) * exp(-H)): a draft is taken from 0 on."""
+    peak = max(adjusted)
+    weights = [math.exp((value - peak) / config.temperature) for value in adjusted]
+    total = math.fsum(weights)
+    probabilities = [weight / total for weight in weights]
+    entropy_nats = -math.fsum(p * math.log(p) for p in probabilities if p)
+    epsilon = config.typical_acceptance
+    return probabilities[token_id] - min(epsilon, math.sqrt(epsilon) * math.exp(-entropy_nats))
+
+
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """log softmax, nats, in float64. Shape [vocab]."""
     values = logits.astype(np.float64)

@@ -14,7 +14,8 @@ The definition, of which `sampling.reference` is the slow twin:
    order of descending logit, ties by ascending id; with no truncation at all, in order of id.
 
 So a sequence's text depends on its own logits and seed only, never on its company, and drafts can
-be verified by drawing what would have been drawn without them.
+be verified by drawing what would have been drawn without them. `typical_acceptance` gives that up:
+before 3, a draft that is likely enough is taken (`typical`).
 
 Speed comes from not sorting a vocabulary (`candidates`), nor reading one where the graph gives
 probabilities with the largest of each block.
@@ -48,6 +49,7 @@ from headrace.runtime.sampling.candidates import (
     weigh,
 )
 from headrace.runtime.sampling.penalties import Penalties, has_penalty
+from headrace.runtime.sampling.typical import is_typical
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy (as in vLLM)
 
@@ -163,7 +165,11 @@ class Sampler:
         return token_id in self._stop_ids and generated_len >= self.config.min_new_tokens
 
     def sample(
-        self, logits: Logits, position: int, probabilities: Probabilities | None = None
+        self,
+        logits: Logits,
+        position: int,
+        probabilities: Probabilities | None = None,
+        draft: int | None = None,
     ) -> tuple[int, float | None, tuple[TokenAlternative, ...]]:
         """Draw the token at `position` (in the whole sequence, from 0).
 
@@ -171,6 +177,7 @@ class Sampler:
             logits: float32 [vocab], contiguous; it is written to.
             probabilities: of this row, softmax(logits * inverse_temperature), or None. They save
                 reading a whole vocabulary.
+            draft: what was guessed; matters with `typical_acceptance` only.
 
         Returns:
             Token id; its log probability in nats under softmax of the logits as they came, or
@@ -183,18 +190,27 @@ class Sampler:
         assert logits.shape == (self._scratch.vocab_size,)
         with np.errstate(over="ignore", invalid="ignore"):
             if self.config.logprobs is None:
-                return self._draw(logits, position, probabilities), None, ()
+                return self._draw(logits, position, probabilities, draft), None, ()
             nats = log_normalizer(logits, self._scratch)
             top = alternatives(logits, nats, self.config.logprobs)
             raw = logits.copy()
-            token = self._draw(logits, position, probabilities)
+            token = self._draw(logits, position, probabilities, draft)
             return token, float(raw[token]) - nats, top
 
-    def _draw(self, logits: Logits, position: int, probabilities: Probabilities | None) -> int:
+    def _draw(
+        self,
+        logits: Logits,
+        position: int,
+        probabilities: Probabilities | None,
+        draft: int | None,
+    ) -> int:
         self._adjust(logits)
         is_forced = self._matcher is not None and bool(self._matcher.forced)
         if self._inv_temperature is None or is_forced:
             return self._best(logits)
+        epsilon = self.config.typical_acceptance
+        if epsilon and draft is not None and self._is_typical(logits, draft, epsilon):
+            return draft
         u = uniform(self.seed, position)
         if self._weighs_all:
             if probabilities is not None and self.inverse_temperature:
@@ -208,6 +224,10 @@ class Sampler:
             margin = 1e-6 * (abs(peak) + abs(bound))  # the exact test follows, in float64
             ids = descending(logits, at_least(logits, bound - margin, self._scratch))
         return draw_candidate(logits, ids, 0.0, self._inv_temperature, config, u)
+
+    def _is_typical(self, logits: Logits, draft: int, epsilon: float) -> bool:
+        assert self._inv_temperature is not None
+        return is_typical(logits, draft, self._inv_temperature, epsilon, self._scratch)
 
     def _draw_weighing_all(self, logits: Logits, inv_temperature: float, u: float) -> int:
         """For top_p alone or no truncation, which need the weight of the whole vocabulary."""

@@ -53,6 +53,18 @@ def test_gate() -> None:
     assert all(0 < c["share"] < 1 and c["tokens"] >= c["sequences"] for c in cases)
 
 
+def test_verification(tiny_package: PackageMaker, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"category": "qa", "turns": ["Who?"]}\n', encoding="utf-8")
+    large, small = str(tiny_package("fp32")), str(tiny_package("fp32", seed=5))
+    ((same,), (other,)) = (
+        bench("verification", large, draft, str(prompts))["cases"] for draft in (large, small)
+    )
+    assert same["category"] == "qa" and same["positions"] == other["positions"] > 10
+    assert same["coupled"] == 1.0 and same["rejection"] == pytest.approx(1.0)
+    assert 0 < same["keyed"] < 1 and other["coupled"] < 0.5
+
+
 def test_memory(tiny_package: PackageMaker) -> None:
     figures = bench("memory", str(tiny_package("fp32")), "--tokens", "80")
     peaks = [figures[f"{name}_rss_bytes"] for name in ("import", "load", "peak")]

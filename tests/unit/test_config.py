@@ -26,6 +26,7 @@ BAD_GENERATION: dict[str, list[Any]] = {
     "top_k": [-1, 1.5, None, True, "40"],
     "top_p": [2, -0.1, 1.0001, NAN, INF, None, "1", False],
     "min_p": [1.5, -0.1, NAN, None],
+    "typical_acceptance": [1.5, -0.1, NAN, None, True],
     "repetition_penalty": [0, -1, NAN, INF, None, True],
     "presence_penalty": [2.1, -2.1, NAN, INF],
     "frequency_penalty": [2.1, -2.1, NAN, -INF],

@@ -83,6 +83,11 @@ class Answer:
         sequence.forced = sampler.forced
         return None
 
+    def guess(self, position: int, output: StepOutput, line: int) -> int:
+        """A draft for a position, from the output of a draft model."""
+        given = None if output.probabilities is None else output.probabilities.rows(line)
+        return self.sampler.guess(output.logits[line], position, given)
+
     def cancelled(self) -> TokenDelta:
         """The last delta of an answer that is ended from outside, with what was held back."""
         return TokenDelta(

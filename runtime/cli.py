@@ -78,6 +78,7 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser("run", help="answer one prompt, word by word")
     _add_package(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads standard input")
+    _add_draft(parser)
     _add_sampling(parser)
     group = parser.add_argument_group(
         "form of the answer", "At most one; what does not fit is not written."
@@ -93,6 +94,7 @@ def _add_run(commands: Any) -> None:
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with the model")
     _add_package(parser)
+    _add_draft(parser)
     _add_sampling(parser)
     parser.set_defaults(command=_chat)
 
@@ -115,6 +117,7 @@ def _add_embed(commands: Any) -> None:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does")
     serve.add_arguments(parser)
+    _add_draft(parser)
     _add_machine(parser)
     parser.set_defaults(command=_serve)
 
@@ -201,10 +204,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
+def _add_draft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", metavar="DIR", help="smaller package with the same tokens that guesses ahead"
     )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "sampling", "Defaults are the model's own; without one, 512 new tokens at most."
     )

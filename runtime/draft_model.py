@@ -7,15 +7,19 @@ Its slots have the numbers of the larger model's. What was guessed wrong is undo
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from headrace.backends.base import Backend, StepOutput
 from headrace.runtime.core import KvOp, KvRelease, Row, Sequence, StepPlan
 from headrace.runtime.drafting.model import Prediction, Wanted
-from headrace.runtime.errors import BackendError
+from headrace.runtime.errors import HeadraceError
 
 logger = logging.getLogger(__name__)
 
 READ_TOKENS = 128  # most in a step, so that reading a long text does not hold up the others
+# Of a sequence (its id), a position in it, and a line of the output: the token to guess there.
+Choose = Callable[[int, int, StepOutput, int], int]
+
 _WARM_UP_STEPS = 3  # the first ones take longer, and would give a wrong idea of the cost
 
 
@@ -25,13 +29,14 @@ class DraftModel:
     Args:
         backend: not loaded yet; closed with the draft model.
         max_kv_tokens: of all slots together. What the larger model may hold is enough.
+        choose: a guess from the model's output.
 
     Raises:
         whatever `backend.load` raises, and BackendError where it does not run.
     """
 
-    def __init__(self, backend: Backend, max_kv_tokens: int) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, max_kv_tokens: int, choose: Choose) -> None:
+        self._backend, self._choose = backend, choose
         caps = self._caps = backend.load()
         self._max_kv_tokens = min(max_kv_tokens, caps.kv_budget_tokens)
         self._slots = [_Slot() for _ in range(caps.max_slots)]
@@ -67,7 +72,7 @@ class DraftModel:
             return found, 0.0
         try:
             output = self._run(rows, ops)
-        except BackendError as error:
+        except HeadraceError as error:
             logger.warning("the draft model failed and is not asked any more: %s", error)
             self._has_failed = True
             return found, 0.0
@@ -75,8 +80,9 @@ class DraftModel:
         for i, row in zip(order, rows, strict=True):
             self._slots[row.slot].tokens += row.tokens
             if row.num_logits:
-                token, nats = output.logits[line].argmax(), output.entropy_nats[line]
-                found[i] = Prediction(int(token), float(nats))
+                position = row.past_len + len(row.tokens)
+                token = self._choose(row.seq_id, position, output, line)
+                found[i] = Prediction(token, float(output.entropy_nats[line]))
                 line += 1
         return found, output.model_ms
 
@@ -86,7 +92,8 @@ class DraftModel:
         unread = [*tokens[past_len:], *wanted.guesses[max(past_len - len(tokens), 0) :]]
         chunk = tuple(unread[: min(max_tokens, self._caps.max_row_tokens)])
         num_logits = 1 if len(chunk) == len(unread) else 0
-        return Row(wanted.sequence.seq_id, _slot(wanted), past_len, chunk, num_logits)
+        sequence, inverse = wanted.sequence, wanted.sequence.inverse_temperature
+        return Row(sequence.seq_id, _slot(wanted), past_len, chunk, num_logits, inverse)
 
     def _make_room(self, num_tokens: int) -> list[KvOp] | None:
         """Release what nobody uses if room is short; None where that is not enough."""

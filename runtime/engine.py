@@ -296,7 +296,11 @@ class Engine:
                 )
             return None
         if draft_backend is not None:
-            self._draft_model = DraftModel(draft_backend, caps.kv_budget_tokens)
+            self._draft_model = DraftModel(
+                draft_backend,
+                caps.kv_budget_tokens,
+                lambda seq_id, *where: self._answers[seq_id].guess(*where),
+            )
         cap_nats, pool_tokens = config.batch_entropy_cap_nats, config.draft_pool_tokens
         return Drafter(max_drafts, cap_nats, pool_tokens, self._draft_model)
 

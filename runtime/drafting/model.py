@@ -15,7 +15,7 @@ class Wanted(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The most probable token, and the entropy of what it was chosen from."""
+    """A token, and the entropy of what it was chosen from."""
 
     token_id: int
     entropy_nats: float

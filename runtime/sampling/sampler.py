@@ -197,6 +197,24 @@ class Sampler:
             token = self._draw(logits, position, probabilities, draft)
             return token, float(raw[token]) - nats, top
 
+    def guess(
+        self, logits: Logits, position: int, probabilities: Probabilities | None = None
+    ) -> int:
+        """What would be drawn at `position` if these logits of another model were this one's.
+
+        With the uniform number that `sample` will use there: models that agree draw the same, so
+        that as a draft this is likelier to be right than the most probable token.
+
+        Args: as of `sample`.
+        """
+        if self._matcher is None:  # which may be behind this position
+            try:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    return self._draw(logits, position, probabilities, None)
+            except (BackendError, RequestError):
+                pass  # `sample` will say what is wrong, if it is
+        return int(logits.argmax())
+
     def _draw(
         self,
         logits: Logits,

@@ -62,7 +62,7 @@ def test_verification(tiny_package: PackageMaker, tmp_path: Path) -> None:
     )
     assert same["category"] == "qa" and same["positions"] == other["positions"] > 10
     assert same["coupled"] == 1.0 and same["rejection"] == pytest.approx(1.0)
-    assert 0 < same["keyed"] < 1 and other["coupled"] < 0.5
+    assert 0 < same["greedy"] < 1 and other["coupled"] < 0.5
 
 
 def test_memory(tiny_package: PackageMaker) -> None:

@@ -61,6 +61,18 @@ def test_run_as_json(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["finish_reason"] in ("stop", "length")
 
 
+def test_a_draft_model_changes_no_answer(
+    package: Path, tiny_package: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", str(package), "hello", *GREEDY]) == 0
+    expected = capsys.readouterr().out
+    assert cli.main(["run", str(package), "hello", *GREEDY, "--draft", str(package)]) == 0
+    assert capsys.readouterr().out == expected
+    other = str(tiny_package("fp32", vocab=320))
+    assert cli.main(["run", str(package), "hello", *GREEDY, "--draft", other]) == 1
+    assert "cannot draft for" in capsys.readouterr().err
+
+
 def test_run_reads_standard_input(
     package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from headrace.backends.base import StepOutput
 from headrace.backends.fake import FakeBackend, LogitsFn, entropy_nats, hashed_logits
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import SampledToken, Sequence, SequenceState
@@ -24,6 +25,10 @@ from headrace.runtime.engine import Engine
 
 VOCAB = 64
 SLOTS = 3
+
+
+def best(seq_id: int, position: int, output: StepOutput, line: int) -> int:
+    return int(output.logits[line].argmax())
 
 
 def running(seq_id: int, slot: int, tokens: list[int]) -> Sequence:
@@ -39,7 +44,7 @@ def test_predictions_are_those_of_the_whole_text(seed: int, kv_tokens: int) -> N
     backend = FakeBackend(
         max_slots=SLOTS, kv_budget_tokens=400, context_tokens=150, max_row_tokens=16
     )
-    model = DraftModel(backend, kv_tokens)
+    model = DraftModel(backend, kv_tokens, best)
     sequences: dict[int, Sequence] = {}
     for number in range(25):
         for slot in range(SLOTS):
@@ -72,7 +77,7 @@ def test_predictions_are_those_of_the_whole_text(seed: int, kv_tokens: int) -> N
 
 def test_a_long_text_is_read_in_pieces() -> None:
     backend = FakeBackend(max_slots=1, context_tokens=600, max_row_tokens=512)
-    model = DraftModel(backend, 600)
+    model = DraftModel(backend, 600, best)
     sequence = running(0, 0, [1] * 300)
     for unread in (300, 172, 44, 1):
         assert model.unread_tokens(sequence, 4) == unread
@@ -81,14 +86,14 @@ def test_a_long_text_is_read_in_pieces() -> None:
 
 
 def test_what_it_has_no_room_for_is_not_guessed() -> None:
-    model = DraftModel(FakeBackend(max_slots=1, context_tokens=20), 20)
+    model = DraftModel(FakeBackend(max_slots=1, context_tokens=20), 20, best)
     assert model.unread_tokens(running(0, 0, [1] * 16), 4) == 16
     assert model.unread_tokens(running(1, 0, [1] * 17), 4) is None
     assert model.unread_tokens(running(2, 1, [1]), 4) is None
 
 
 def test_a_backend_that_fails_ends_drafting_only() -> None:
-    model = DraftModel(FakeBackend(fail_at={4, 5}), 100)
+    model = DraftModel(FakeBackend(fail_at={4, 5}), 100, best)
     sequence = running(0, 0, [1, 2])
     assert model.unread_tokens(sequence, 1) == 2
     assert model.predict([Wanted(sequence, [])]) == ([None], 0.0)
@@ -221,6 +226,22 @@ def test_a_draft_model_changes_no_answer(seed: int) -> None:
     assert sum(record.draft_ms for record in engine.steps) > 0
     engine.close()
     assert draft.closed
+
+
+@pytest.mark.usefixtures("always_asked")
+@pytest.mark.parametrize(
+    "values",
+    [*CONFIGS[:2], {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 1.5}],
+    ids=str,
+)
+def test_a_model_that_agrees_is_always_right(values: dict[str, Any]) -> None:
+    """At any temperature: both draw with the same uniform number."""
+    draft = FakeBackend(max_slots=SLOTS, logits=hashed_logits(VOCAB, 4.0))
+    engine, options = engine_with_draft(draft, draft_pool_tokens=0), {**values, "ignore_eos": True}
+    engine.add(engine.prepare([1, 2, 3], GenerationConfig(max_new_tokens=60, **options)))
+    run_to_end(engine, Answers())
+    drafted = sum(record.drafted for record in engine.steps)
+    assert drafted == sum(record.accepted for record in engine.steps) > 5
 
 
 @pytest.mark.usefixtures("always_asked")

@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of every answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-draft-tokens", type=int, default=None)
+    parser.add_argument("--draft", metavar="DIR", help="smaller package that guesses too")
     args = parser.parse_args()
     prompts = read_prompts(args.prompts_file, args.package, args.prompts)
     options = {
@@ -45,7 +46,12 @@ def main() -> None:
     cells = []
     with (
         Runtime.load(args.package, max_draft_tokens=0, **options) as plain,
-        Runtime.load(args.package, max_draft_tokens=args.max_draft_tokens, **options) as drafting,
+        Runtime.load(
+            args.package,
+            max_draft_tokens=args.max_draft_tokens,
+            draft_package=args.draft,
+            **options,
+        ) as drafting,
     ):
         for count in args.sequences:
             for category, ids in prompts.items():

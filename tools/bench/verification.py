@@ -6,8 +6,9 @@ A line of the file is `{"category": ..., "turns": [...]}` as in Spec-Bench. Both
 prompts; at each position it is asked how likely a draft of the small one is to be accepted, given
 that all before it was:
 
-    keyed       its most probable token, if it is what the large one draws (what ships)
-    coupled     what it draws with the uniform number of the large one, if that draws the same
+    greedy      its most probable token, if it is what the large one draws
+    coupled     what it draws with the uniform number of the large one, if that draws the same (what
+                ships)
     rejection   what it draws by itself, by rejection sampling
     typical     its most probable token, by Medusa's rule with epsilon 0.09 (lossy)
 
@@ -33,7 +34,7 @@ from headrace.runtime.sampling.sampler import Sampler
 from headrace.runtime.sampling.typical import is_typical
 
 EPSILON = 0.09
-RULES = ("keyed", "coupled", "rejection", "typical")
+RULES = ("greedy", "coupled", "rejection", "typical")
 Logits = NDArray[np.float32]
 
 
@@ -86,7 +87,7 @@ def compare(
         drawn.append(sampler.sample(logits.copy(), position)[0])
     taken = is_typical(large, draft, 1 / config.temperature, EPSILON, Scratch(large.size))
     return {
-        "keyed": float(p[draft]),
+        "greedy": float(p[draft]),
         "coupled": float(drawn[0] == drawn[1]),
         "rejection": acceptance(p, q),
         "typical": float(taken),

@@ -41,18 +41,21 @@ class NgramIndex:
 
     def extend(self, token_ids: Iterable[int]) -> None:
         tokens = self._tokens
+        (latest_of_3, latest_of_2), (earlier_of_3, earlier_of_2) = self._latest, self._earlier
         for token in token_ids:
+            here = len(tokens)
             tokens.append(token)
-            here = len(tokens) - 1
-            for size, latest, earlier in zip(NGRAM_SIZES, self._latest, self._earlier, strict=True):
-                if here + 1 < size:
-                    earlier.append(-1)
-                    continue
-                key = 0
-                for part in tokens[-size:]:
-                    key = key << 32 | part
-                earlier.append(latest.get(key, -1))
-                latest[key] = here
+            of_2 = of_3 = -1
+            if here >= 1:
+                key = tokens[here - 1] << 32 | token
+                of_2 = latest_of_2.get(key, -1)
+                latest_of_2[key] = here
+                if here >= 2:
+                    key |= tokens[here - 2] << 64
+                    of_3 = latest_of_3.get(key, -1)
+                    latest_of_3[key] = here
+            earlier_of_2.append(of_2)
+            earlier_of_3.append(of_3)
 
     def longest_match(self) -> Match | None:
         """The longest match among the candidates of the largest n-gram that has any; of equally

@@ -16,7 +16,7 @@ ratios are paired by cell and round, with a 95% interval of their geometric mean
     blind       the shipped budget without entropy (B3)
     shuffled    with the entropy of others, a placebo (B5)
     oracle      drafts exactly what will be accepted (B6)
-    policy      what ships
+    policy      what ships, from the own text alone: prompts come again
     cap N       what ships, without drafts for sequences above N nats (`--caps`)
 
 `--sides` leaves out all but those named and the policy.

@@ -48,6 +48,9 @@ class HostDevice:
     def release(self, address: int) -> None:
         del self.allocated[address]
 
+    def host_array(self, num_bytes: int) -> NDArray[np.uint8]:
+        return np.empty(num_bytes, np.uint8)
+
     def copy(self, source: int, target: int, num_bytes: int) -> None:
         self.num_copies += 1
         self._check(source, num_bytes)

@@ -34,6 +34,8 @@ from headrace.runtime.manifest import MANIFEST_FILE, MAX_ROW_TOKENS, Manifest, T
 _FORM = "paged"
 # Of the memory left beside the weights; the rest is for activations of a step.
 _KV_SHARE = 0.8
+# Logits rows that are kept ready, a sequence: its next token and drafts.
+_LOGITS_PER_SLOT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class CudaBackend:
         self._session: Any = None
         self._binding: Any = None
         self._kv: KvStorage | None = None
+        self._logits = np.empty((0, 0), np.float32)
         self._next_ticket = 0
         self._results: dict[int, StepOutput] = {}
 
@@ -92,6 +95,9 @@ class CudaBackend:
             head_dim=model.head_dim,
         )
         self._binding = self._bind_cache(self._kv, connection.device.name)
+        shape = (slots * _LOGITS_PER_SLOT, model.vocab_size)
+        room = connection.device.host_array(shape[0] * shape[1] * 4)
+        self._logits = room.view(np.float32).reshape(shape)
         return Capabilities(
             name=f"cuda ({target.name})",
             vocab_size=model.vocab_size,
@@ -126,6 +132,7 @@ class CudaBackend:
     def close(self) -> None:
         self._results.clear()
         self._binding = self._session = None  # before the memory that they have bound
+        self._logits = np.empty((0, 0), np.float32)
         if self._kv is not None:
             self._kv.close()
         self._kv = None
@@ -140,7 +147,9 @@ class CudaBackend:
         value = load_onnxruntime().OrtValue.ortvalue_from_numpy
         feeds = step_feeds(rows, kv.pool)
         num_logits = len(feeds[io.LOGITS_INDEX])
-        logits = np.empty((num_logits, vocab_size), np.float32)
+        logits = self._logits[:num_logits]
+        if num_logits > len(self._logits):
+            logits = np.empty((num_logits, vocab_size), np.float32)
         entropy = np.empty(num_logits, np.float32)
         # These share memory with the arrays, which stay alive until the run is over.
         given = {name: value(feeds[name]) for name in self._inputs}

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.runtime.errors import BackendError, BackendUnavailableError
 
@@ -35,6 +39,10 @@ class Device(Protocol):
         ...
 
     def release(self, address: int) -> None: ...
+
+    def host_array(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory of the host that the device copies to at full speed."""
+        ...
 
     def copy(self, source: int, target: int, num_bytes: int) -> None: ...
 
@@ -73,6 +81,16 @@ class CudaDevice:
 
     def release(self, address: int) -> None:
         self._call("cudaFree", ctypes.c_void_p(address))
+
+    def host_array(self, num_bytes: int) -> NDArray[np.uint8]:
+        address = ctypes.c_void_p()
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cudaHostAlloc", ctypes.byref(address), size, ctypes.c_uint(0))
+        assert address.value is not None
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address.value)
+        # Whoever has a view of it keeps it: it goes back with the last one.
+        weakref.finalize(memory, self._cuda.cudaFreeHost, ctypes.c_void_p(address.value))
+        return np.ctypeslib.as_array(memory)
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
         self._copy(target, source, num_bytes, _ON_DEVICE)

@@ -121,7 +121,10 @@ class _Decoder:
         spec, g, step = self.spec, self.g, self.step
         with g.scope("sampling"):
             if isinstance(step, PagedInputs):
-                likeliest = g.op("ArgMax", logits, attributes={"axis": -1, "keepdims": 0})
+                # Not ArgMax, which would be the only node that needs cuDNN.
+                one = g.constant("one_token", _ints(1))
+                _, likeliest = g.ops("TopK", logits, one, outputs=2, attributes={"axis": -1})
+                likeliest = g.op("Reshape", likeliest, g.constant("flat", _ints(-1)))
                 return [named_output(likeliest, io.ARGMAX, ir.DataType.INT64, ["R"])]
             sampling = emit_probabilities(g, logits, step.inverse_temperature, spec.vocab_size)
         names = (io.PROBABILITIES, io.BLOCK_MAXIMA, io.BLOCK_SUMS)

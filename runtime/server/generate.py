@@ -84,6 +84,11 @@ async def completion_deltas(
 async def numbered(streams: Sequence[Deltas]) -> NumberedDeltas:
     """Deltas of several prompts with the prompt's index, as they come. All end with the first that
     fails, or when this is closed."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for delta in only:
+                yield 0, delta
+        return
     arrived: asyncio.Queue[tuple[int, TokenDelta] | None] = asyncio.Queue()
 
     async def forward(index: int, deltas: Deltas) -> None:
@@ -91,17 +96,24 @@ async def numbered(streams: Sequence[Deltas]) -> NumberedDeltas:
             async for delta in deltas:
                 arrived.put_nowait((index, delta))
 
-    tasks = [asyncio.create_task(forward(i, deltas)) for i, deltas in enumerate(streams)]
-    whole = asyncio.gather(*tasks)
-    whole.add_done_callback(lambda _: arrived.put_nowait(None))
+    async def forward_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, deltas in enumerate(streams):
+                    group.create_task(forward(index, deltas))
+        finally:
+            arrived.put_nowait(None)
+
+    task = asyncio.create_task(forward_all())
     try:
         while (item := await arrived.get()) is not None:
             yield item
-        await whole
+        await task
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def whole_answer(reply: Reply, deltas: NumberedDeltas, num_each: int) -> dict[str, Any]:

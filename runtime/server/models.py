@@ -85,11 +85,7 @@ class Models:
                 loaded yet (503).
         """
         if name is None:
-            names = [n for n, model in self._loaded.items() if isinstance(model, kind)]
-            if len(names) != 1 and self.status == "ok":
-                message = f"say which model is meant: {', '.join(self.names)}"
-                raise ApiError(400, message, param="model")
-            name = names[0] if names else self.names[0]
+            name = self._only(kind)
         elif name not in self.names:
             message = f"there is no model {name!r} here; there is {', '.join(self.names)}"
             raise ApiError(404, message, code="model_not_found", param="model")
@@ -101,6 +97,16 @@ class Models:
         if not isinstance(model, kind):
             raise ApiError(400, f"{name} cannot {_DOES[kind]}", param="model")
         return name, model
+
+    def _only(self, kind: type[Kind]) -> str:
+        """The name of the only model of a kind, or of any while they are loaded."""
+        names = [n for n, model in self._loaded.items() if isinstance(model, kind)]
+        if len(names) == 1 or self.status != "ok":
+            return names[0] if names else self.names[0]
+        problem = f"say which model is meant: {', '.join(names)}"
+        if not names:
+            problem = f"no model here can {_DOES[kind]}"
+        raise ApiError(400, problem, param="model")
 
 
 def folder_loaders(

@@ -103,7 +103,9 @@ def as_problem(error: Exception) -> ApiError:
 
 def as_refusal(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of the forms that a value may have, the one of its own type says more.
+    first = min(found, key=lambda item: item["type"].endswith("_type"))
     # Names of the members of a union are of no use to a caller; positions and keys are.
     place = [str(part) for part in first["loc"] if _is_place(part)]
     param = ".".join(place) or None

@@ -20,7 +20,6 @@ from headrace.runtime.server.models import Loader, Models
 from headrace.runtime.server.options import ServerOptions
 
 WAIT_S = 60.0  # for what must happen; no test passes or fails by how long it takes
-FAKE_CONTEXT = 256
 
 
 class Serving:

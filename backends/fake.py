@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Capabilities, StepOutput
-from headrace.runtime.core import KvCopy, KvOp, KvRead, KvRelease, Row, StepPlan
+from headrace.backends.kv_ops import apply_kv_ops
+from headrace.runtime.core import Row, StepPlan
 from headrace.runtime.errors import BackendError
 
 LogitsFn = Callable[[Sequence[int]], NDArray[np.float32]]
@@ -45,6 +46,31 @@ def scripted_logits(vocab_size: int, script: Callable[[Sequence[int]], int]) -> 
         return row
 
     return logits
+
+
+class _Slots:
+    """The tokens that slots hold; 4 bytes each where they are read."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.held: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def release(self, slot: int) -> None:
+        self.held[slot] = []
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        self.held[target] = self._first(source, num_tokens)
+
+    def read(self, slot: int, num_tokens: int) -> bytes:
+        return np.array(self._first(slot, num_tokens), "<i4").tobytes()
+
+    def write(self, slot: int, num_tokens: int, data: bytes) -> None:
+        self.held[slot] = np.frombuffer(data, "<i4").tolist()
+        _require(len(self.held[slot]) == num_tokens, "a write has another length")
+
+    def _first(self, slot: int, num_tokens: int) -> list[int]:
+        held = self.held[slot]
+        _require(num_tokens <= len(held), f"{num_tokens} tokens are more than the slot holds")
+        return held[:num_tokens]
 
 
 class FakeBackend:
@@ -87,14 +113,14 @@ class FakeBackend:
         self.closed = False
         self._logits = logits or hashed_logits(vocab_size)
         self._fail_at, self._delay_ms = fail_at, delay_ms
-        self._slots: list[list[int]] = [[] for _ in range(max_slots)]
+        self._kv = _Slots(max_slots)
         self._num_steps = 0
         self._output: tuple[int, StepOutput] | None = None
 
     @property
     def held_tokens(self) -> int:
         """Tokens of KV in all slots."""
-        return sum(map(len, self._slots))
+        return sum(map(len, self._kv.held))
 
     def load(self) -> Capabilities:
         return self.capabilities
@@ -109,7 +135,7 @@ class FakeBackend:
             time.sleep(self._delay_ms / 1e3)
         if step in self._fail_at:
             raise BackendError(f"injected failure of step {step}")
-        kv_reads = tuple(self._apply(op) for op in plan.kv_ops)
+        reads = apply_kv_ops(self._kv, plan.kv_ops)
         slots = [row.slot for row in plan.rows]
         _require(slots == sorted(set(slots)), f"slots {slots} are not ascending")
         logits = [values for row in plan.rows for values in self._append(row)]
@@ -119,7 +145,6 @@ class FakeBackend:
         )
         stacked = np.array(logits, np.float32).reshape(-1, self.capabilities.vocab_size)
         model_ms = (time.perf_counter() - start) * 1e3
-        reads = tuple(data for data in kv_reads if data is not None)
         self._output = step, StepOutput(stacked, entropy_nats(stacked), model_ms, None, reads)
         return step
 
@@ -133,29 +158,11 @@ class FakeBackend:
 
     def close(self) -> None:
         self.closed = True
-        self._slots = [[] for _ in self._slots]
-
-    def _apply(self, op: KvOp) -> bytes | None:
-        """Carry one operation out; what a read hands out: 4 bytes a token."""
-        if isinstance(op, KvRelease):
-            self._slots[op.slot] = []
-        elif isinstance(op, KvCopy):
-            self._slots[op.target] = self._held(op.source, op.num_tokens)
-        elif isinstance(op, KvRead):
-            return np.array(self._held(op.slot, op.num_tokens), "<i4").tobytes()
-        else:
-            self._slots[op.slot] = np.frombuffer(op.data, "<i4").tolist()
-            _require(len(self._slots[op.slot]) == op.num_tokens, "a write has another length")
-        return None
-
-    def _held(self, slot: int, num_tokens: int) -> list[int]:
-        held = self._slots[slot]
-        _require(num_tokens <= len(held), f"{num_tokens} tokens are more than the slot holds")
-        return held[:num_tokens]
+        self._kv = _Slots(len(self._kv.held))
 
     def _append(self, row: Row) -> list[NDArray[np.float32]]:
         """Write a row to its slot; logits of its last `num_logits` tokens."""
-        caps, held = self.capabilities, self._slots[row.slot]
+        caps, held = self.capabilities, self._kv.held[row.slot]
         _require(0 < len(row.tokens) <= caps.max_row_tokens, f"{row} has too many or no tokens")
         _require(row.past_len <= len(held), f"{row} says more is cached than {len(held)} tokens")
         _require(row.past_len + len(row.tokens) <= caps.context_tokens, f"{row} leaves the context")

@@ -17,15 +17,15 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from headrace.backends.base import Capabilities
 from headrace.runtime.answer import Request
-from headrace.runtime.chat.prompt import PromptTokenizer, chat_prompt
+from headrace.runtime.chat.prompt import ChatPrompt, PromptTokenizer, chat_prompt
 from headrace.runtime.chat.template import ChatTemplate
 from headrace.runtime.chat.tool_choice import Tools
 from headrace.runtime.completion import Completion, TokenDelta
-from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.config import EngineConfig, GenerationConfig, merge
 from headrace.runtime.core import StepRecord
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import HeadraceError, RequestError
@@ -39,8 +39,6 @@ from headrace.runtime.prompts import (
 from headrace.runtime.session import Session, read_session, write_session
 from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
 from headrace.runtime.worker import RequestHandle, Worker
-
-ConfigT = TypeVar("ConfigT", GenerationConfig, EngineConfig)
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -324,7 +322,7 @@ class Runtime:
             OSError: the file cannot be written; one that was there before is left.
         """
         if is_conversation(prompt):
-            tokens = list(self._prepare_chat(prompt, self.default_config, None, "auto").prompt_ids)
+            tokens = self._chat_prompt(prompt, self.default_config, None, "auto").token_ids
         else:
             tokens = self._token_ids(prompt)
         num_tokens, data = self._worker.run(lambda engine: engine.read_kv(tokens)).result()
@@ -382,19 +380,17 @@ class Runtime:
     def _prepare_chat(
         self, messages: Messages, config: GenerationConfig, tools: Tools | None, tool_choice: str
     ) -> Request:
+        prompt = self._chat_prompt(messages, config, tools, tool_choice)
+        return self._engine.prepare(prompt.token_ids, prompt.config, prompt.make_text)
+
+    def _chat_prompt(
+        self, messages: Messages, config: GenerationConfig, tools: Tools | None, tool_choice: str
+    ) -> ChatPrompt:
         if self._template is None:
             raise RequestError("the model has no chat template; use generate with a whole prompt")
-        prompt = chat_prompt(self._template, self.tokenizer, messages, config, tools, tool_choice)
-        return self._engine.prepare(prompt.token_ids, prompt.config, prompt.make_text)
+        return chat_prompt(self._template, self.tokenizer, messages, config, tools, tool_choice)
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt)
         return as_token_ids(prompt)
-
-
-def merge(config: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
-    """`config` with some fields replaced; ConfigError for an unknown one."""
-    if not overrides:
-        return config
-    return type(config).from_dict({**config.to_dict(), **overrides})

@@ -333,3 +333,13 @@ EngineConfig._CHECKS = {
     "target": named,
     "form": named,
 }
+
+
+ConfigT = TypeVar("ConfigT", GenerationConfig, EngineConfig)
+
+
+def merge(config: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
+    """`config` with some fields replaced; ConfigError for an unknown one."""
+    if not overrides:
+        return config
+    return type(config).from_dict({**config.to_dict(), **overrides})

@@ -6,7 +6,6 @@ others the same package runs on its other kernels (see `threads.choose_kernels`)
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -28,16 +27,17 @@ from headrace.backends.cpu_avx512.layout import (
     wants_probabilities,
 )
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
+from headrace.backends.kv_ops import apply_kv_ops, kv_identity
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.backends.ort_session import cpu_session, map_ort_errors
+from headrace.backends.targets import choose_target
 from headrace.runtime.config import EngineConfig
-from headrace.runtime.core import KvCopy, KvOp, KvRead, KvRelease, Row, StepPlan
+from headrace.runtime.core import Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
 from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import (
     BLOCK_MAXIMA,
     LOGITS,
-    MANIFEST_FILE,
     MAX_ROW_TOKENS,
     GraphInfo,
     Manifest,
@@ -75,7 +75,7 @@ class CpuBackend:
         self._bound: OrderedDict[tuple[ShapeKey, bool], BoundStep] = OrderedDict()
 
     def load(self) -> Capabilities:
-        target = self._choose_target()
+        target = choose_target(self._folder, self._manifest, "cpu", self._config.target)
         graph = self._choose_graph(target)
         threads = choose_threads(self._hardware, self._config.num_threads)
         formats = {tensor.format for tensor in target.tensors}
@@ -114,13 +114,13 @@ class CpuBackend:
             max_row_tokens=chunk,
             kv_bytes_per_token=target.kv_cache.bytes_per_token,
             kv_budget_tokens=self._kv_budget_tokens(target, context),
-            kv_identity=self._kv_identity(target),
+            kv_identity=kv_identity(self._folder, target),
             exact_rows=cache != "float32"
             and (kernels.exact_4bit or not any(name.endswith("/4bit") for name in formats)),
         )
 
     def submit(self, plan: StepPlan) -> int:
-        reads = tuple(data for op in plan.kv_ops if (data := self._apply(op)) is not None)
+        reads = apply_kv_ops(self._kv, plan.kv_ops) if plan.kv_ops else ()
         self._next_ticket += 1
         output = self._run(plan.rows)
         self._results[self._next_ticket] = replace(output, kv_reads=reads) if reads else output
@@ -205,34 +205,6 @@ class CpuBackend:
         vocab_size = self._manifest.model.vocab_size
         logits = np.empty((num_rows, vocab_size), np.float32)
         return logits, Probabilities.empty(num_rows, vocab_size)
-
-    def _apply(self, op: KvOp) -> bytes | None:
-        """Carry one operation out; what a read hands out."""
-        if isinstance(op, KvRelease):
-            self._kv.release(op.slot)
-        elif isinstance(op, KvCopy):
-            self._kv.copy(op.source, op.target, op.num_tokens)
-        elif isinstance(op, KvRead):
-            return self._kv.read(op.slot, op.num_tokens)
-        else:
-            self._kv.write(op.slot, op.num_tokens, op.data)
-        return None
-
-    def _kv_identity(self, target: TargetInfo) -> str:
-        """The manifest has digests of all files and the layout of the cache."""
-        manifest = package_path(self._folder, MANIFEST_FILE).read_bytes()
-        return f"cpu {target.name} {hashlib.sha256(manifest).hexdigest()}"
-
-    def _choose_target(self) -> TargetInfo:
-        targets = {t.name: t for t in self._manifest.targets if t.device == "cpu"}
-        if not targets:
-            raise PackageError(f"{self._folder} has no CPU target; export it for the CPU")
-        name = self._config.target
-        if name is None:
-            return next(iter(targets.values()))
-        if name not in targets:
-            raise ConfigError("target", name, f"one of {', '.join(targets)}")
-        return targets[name]
 
     def _choose_graph(self, target: TargetInfo) -> GraphInfo:
         version = _version_key(load_onnxruntime().__version__)

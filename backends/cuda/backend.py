@@ -6,7 +6,6 @@ session that computes graphs in numpy. Nothing here has ever run on a card.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +21,16 @@ from headrace.backends.cuda.device import CudaDevice, Device
 from headrace.backends.cuda.kv_storage import KvStorage
 from headrace.backends.cuda.layout import step_feeds
 from headrace.backends.cuda.provider import cuda_session
+from headrace.backends.kv_ops import apply_kv_ops, kv_identity
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.backends.ort_session import map_ort_errors
+from headrace.backends.targets import choose_target
 from headrace.runtime import manifest as io
 from headrace.runtime.config import EngineConfig
-from headrace.runtime.core import KvCopy, KvOp, KvRead, KvRelease, Row, StepPlan
+from headrace.runtime.core import Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
 from headrace.runtime.machine.hardware import HardwareInfo
-from headrace.runtime.manifest import MANIFEST_FILE, MAX_ROW_TOKENS, Manifest, TargetInfo
+from headrace.runtime.manifest import MAX_ROW_TOKENS, Manifest, TargetInfo
 
 _FORM = "paged"
 # Of the memory left beside the weights; the rest is for activations of a step.
@@ -107,7 +108,7 @@ class CudaBackend:
             kv_bytes_per_token=target.kv_cache.bytes_per_token,
             # Two blocks of each slot may be partly empty: its last, and one that drafts reached.
             kv_budget_tokens=min((num_blocks - 2 * slots) * block_tokens, context * slots),
-            kv_identity=self._kv_identity(target),
+            kv_identity=kv_identity(self._folder, target),
             exact_rows=False,  # kernels are chosen by the number of rows
         )
 
@@ -115,7 +116,7 @@ class CudaBackend:
         if self._kv is None:
             raise BackendError("the backend is not loaded or was closed")
         kv = self._kv
-        reads = tuple(data for op in plan.kv_ops if (data := _apply(kv, op)) is not None)
+        reads = apply_kv_ops(kv, plan.kv_ops)
         for row in plan.rows:
             kv.copy_blocks(kv.pool.write(row.slot, row.past_len, len(row.tokens)))
         logits, entropy, model_ms = self._run(plan.rows, kv)
@@ -200,35 +201,9 @@ class CudaBackend:
         return blocks
 
     def _choose_target(self) -> TargetInfo:
-        targets = {t.name: t for t in self._manifest.targets if t.device == "cuda"}
-        if not targets:
-            raise PackageError(
-                f"{self._folder} has no CUDA target; export it again with --target cpu,cuda_fp16"
-            )
-        name = self._config.target
-        if name is not None and name not in targets:
-            raise ConfigError("target", name, f"one of {', '.join(targets)}")
+        target = choose_target(self._folder, self._manifest, "cuda", self._config.target)
         if self._config.form not in (None, _FORM):
             raise ConfigError("form", self._config.form, _FORM)
-        target = next(iter(targets.values())) if name is None else targets[name]
         if target.kv_cache.block_tokens is None or [g.form for g in target.graphs] != [_FORM]:
             raise PackageError(f"{self._folder}/{target.name} has no paged graph; export it again")
         return target
-
-    def _kv_identity(self, target: TargetInfo) -> str:
-        """The manifest has digests of all files and the layout of the cache."""
-        manifest = io.package_path(self._folder, MANIFEST_FILE).read_bytes()
-        return f"cuda {target.name} {hashlib.sha256(manifest).hexdigest()}"
-
-
-def _apply(kv: KvStorage, op: KvOp) -> bytes | None:
-    """Carry one operation out; what a read hands out."""
-    if isinstance(op, KvRelease):
-        kv.pool.release(op.slot)
-    elif isinstance(op, KvCopy):
-        kv.pool.share(op.source, op.target, op.num_tokens)
-    elif isinstance(op, KvRead):
-        return kv.read(op.slot, op.num_tokens)
-    else:
-        kv.write(op.slot, op.num_tokens, op.data)
-    return None

@@ -43,6 +43,14 @@ class KvStorage:
             for part in self.addresses:
                 self._device.copy(part + copy.source * size, part + copy.target * size, size)
 
+    def release(self, slot: int) -> None:
+        """The slot holds nothing any more."""
+        self.pool.release(slot)
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Let `target` hold the first positions of `source`: the blocks are shared."""
+        self.pool.share(source, target, num_tokens)
+
     def read(self, slot: int, num_tokens: int) -> bytes:
         """The first positions of a slot, [layers, 2, num_tokens, kv_heads, head_dim]."""
         assert num_tokens <= self.pool.held_tokens(slot)

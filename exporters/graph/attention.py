@@ -6,7 +6,6 @@ every layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec, RopeSpec
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
+from headrace.exporters.graph.norms import Norms
 from headrace.exporters.graph.positions import emit_positions, emit_second_table
 from headrace.exporters.graph.rope import rope_tables, switch_tokens
 from headrace.exporters.graph.step_inputs import StepInputs
@@ -41,7 +41,7 @@ class Attention:
     cache.
 
     Args:
-        vector: finds the gain of a norm by its checkpoint name.
+        norms: those of single heads are of the same kind as the layers'.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Attention:
         scales: KvScales | None,
         g: GraphBuilder,
         step: StepInputs,
-        vector: Callable[[str], ir.Value],
+        norms: Norms,
     ) -> None:
         self._spec, self._scales, self._g, self._step = spec, scales, g, step
-        self._vector = vector
+        self._norms = norms
         # Rows of packed positions beyond the context can occur as padding of the longest row.
         self._table_rows = spec.context_tokens + io.MAX_ROW_TOKENS
         self._ropes = [self._rope(i, rope) for i, rope in enumerate(spec.ropes)]
@@ -127,16 +127,11 @@ class Attention:
             by_head = g.op("Reshape", qkv, g.constant("by_head", _ints(0, -1, spec.head_dim)))
             counts = g.constant("head_counts", _ints(*heads))
             parts = g.ops("Split", by_head, counts, outputs=3, attributes={"axis": 1})
-        normed = [
-            g.op(
-                "RMSNormalization",
-                part,
-                self._vector(f"{name.format(layer)}.weight"),
-                attributes={"epsilon": spec.norm_eps, "axis": -1, "stash_type": 1},
-            )
-            for part, name in zip(parts, (names.query_norm, names.key_norm), strict=False)
-        ]
-        joined = g.op("Concat", *normed, parts[2], attributes={"axis": 1})
+        query, key = (
+            self._norms.plain(part, name, layer)
+            for part, name in zip(parts[:2], (names.query_norm, names.key_norm), strict=True)
+        )
+        joined = g.op("Concat", query, key, parts[2], attributes={"axis": 1})
         unpacked = g.op("Gather", joined, self._step.gather)
         if spec.wide_head_norms:
             return unpacked

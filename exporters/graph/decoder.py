@@ -90,9 +90,9 @@ class _Decoder:
         self.attention: Attention | PagedAttention
         if isinstance(step, PagedInputs):
             assert parts.kv_scales is None and parts.head_matrix is None
-            self.attention = PagedAttention(parts.spec, g, step, self._vector, parts.vector)
+            self.attention = PagedAttention(parts.spec, g, step, self.norms, parts.vector)
         else:
-            self.attention = Attention(parts.spec, parts.kv_scales, g, step, self._vector)
+            self.attention = Attention(parts.spec, parts.kv_scales, g, step, self.norms)
 
     def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step

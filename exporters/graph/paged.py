@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.exporters.archs.spec import DecoderSpec, RopeSpec
 from headrace.exporters.graph.builder import MICROSOFT, GraphBuilder, graph_input, named_output
+from headrace.exporters.graph.norms import Norms
 from headrace.exporters.graph.rope import rope_tables, switch_tokens
 from headrace.runtime import manifest as io
 from headrace.runtime.errors import ExportError
@@ -69,8 +70,8 @@ class PagedAttention:
     Norms of single heads are the operator's own: float32 sums, gains rounded to FP16.
 
     Args:
-        vector: finds the gain of a norm by its checkpoint name.
-        load: reads it.
+        norms: of the layers, for those across all heads.
+        load: reads the gain of a norm by its checkpoint name.
 
     Raises:
         ExportError: positions of the model need a table that the operator cannot choose.
@@ -81,11 +82,11 @@ class PagedAttention:
         spec: DecoderSpec,
         g: GraphBuilder,
         step: PagedInputs,
-        vector: Callable[[str], ir.Value],
+        norms: Norms,
         load: Callable[[str], Float],
     ) -> None:
         self._spec, self._g, self._step = spec, g, step
-        self._vector, self._load = vector, load
+        self._norms, self._load = norms, load
         self._ropes = [self._rope(i, rope) for i, rope in enumerate(spec.ropes)]
         self.cache_inputs: list[ir.Value] = []
         self.cache_outputs: list[ir.Value] = []
@@ -164,19 +165,11 @@ class PagedAttention:
         parts = g.ops(
             "Split", qkv, g.constant("head_widths", widths), outputs=3, attributes={"axis": 1}
         )
-        normed = [
-            g.cast(
-                g.op(
-                    "RMSNormalization",
-                    part,
-                    self._vector(f"{name.format(layer)}.weight"),
-                    attributes={"epsilon": spec.norm_eps, "axis": -1, "stash_type": 1},
-                ),
-                np.float16,
-            )
-            for part, name in zip(parts, (names.query_norm, names.key_norm), strict=False)
-        ]
-        return g.op("Concat", *normed, parts[2], attributes={"axis": 1})
+        query, key = (
+            self._norms.plain(part, name, layer)
+            for part, name in zip(parts[:2], (names.query_norm, names.key_norm), strict=True)
+        )
+        return g.op("Concat", query, key, parts[2], attributes={"axis": 1})
 
     def _rope(self, number: int, rope: RopeSpec) -> tuple[ir.Value, ir.Value]:
         """cos and sin, float16 [positions, pairs]."""

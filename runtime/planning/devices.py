@@ -23,7 +23,6 @@ class Device:
         bandwidth_gb_s: of its memory, 1e9 bytes.
         fp16_tflops: of matrix products.
         link_gb_s: to its peers, both directions; of the bus where there is no NVLink.
-        nvlink: whether that link is NVLink.
         source: of these figures.
     """
 
@@ -32,24 +31,23 @@ class Device:
     bandwidth_gb_s: float
     fp16_tflops: float
     link_gb_s: float
-    nvlink: bool
     source: str
 
 
 _AMPERE = "NVIDIA A100 datasheet, 2021"
 _HOPPER = "NVIDIA H100 datasheet, 2023"
 DEVICES = (
-    Device("A100-40GB", 39.4, 1555, 312, 600, True, _AMPERE),
-    Device("A100-80GB", 79.2, 2039, 312, 600, True, _AMPERE),
-    Device("H100-80GB", 79.6, 3350, 989, 900, True, _HOPPER),
-    Device("H200-141GB", 139.8, 4800, 989, 900, True, "NVIDIA H200 datasheet, 2024"),
-    Device("L40S-48GB", 44.9, 864, 362, 64, False, "NVIDIA L40S datasheet, 2023"),
-    Device("L4-24GB", 22.5, 300, 121, 64, False, "NVIDIA L4 datasheet, 2023"),
-    Device("A10-24GB", 22.5, 600, 125, 64, False, "NVIDIA A10 datasheet, 2021"),
-    Device("T4-16GB", 14.6, 320, 65, 32, False, "NVIDIA T4 datasheet, 2019"),
-    Device("RTX3090-24GB", 23.7, 936, 71, 64, False, "NVIDIA Ampere GA102 whitepaper, 2021"),
-    Device("RTX4090-24GB", 23.5, 1008, 165, 64, False, "NVIDIA Ada whitepaper, 2022"),
-    Device("RTX5090-32GB", 31.4, 1792, 209, 128, False, "NVIDIA RTX Blackwell whitepaper, 2025"),
+    Device("A100-40GB", 39.4, 1555, 312, 600, _AMPERE),
+    Device("A100-80GB", 79.2, 2039, 312, 600, _AMPERE),
+    Device("H100-80GB", 79.6, 3350, 989, 900, _HOPPER),
+    Device("H200-141GB", 139.8, 4800, 989, 900, "NVIDIA H200 datasheet, 2024"),
+    Device("L40S-48GB", 44.9, 864, 362, 64, "NVIDIA L40S datasheet, 2023"),
+    Device("L4-24GB", 22.5, 300, 121, 64, "NVIDIA L4 datasheet, 2023"),
+    Device("A10-24GB", 22.5, 600, 125, 64, "NVIDIA A10 datasheet, 2021"),
+    Device("T4-16GB", 14.6, 320, 65, 32, "NVIDIA T4 datasheet, 2019"),
+    Device("RTX3090-24GB", 23.7, 936, 71, 64, "NVIDIA Ampere GA102 whitepaper, 2021"),
+    Device("RTX4090-24GB", 23.5, 1008, 165, 64, "NVIDIA Ada whitepaper, 2022"),
+    Device("RTX5090-32GB", 31.4, 1792, 209, 128, "NVIDIA RTX Blackwell whitepaper, 2025"),
 )
 
 

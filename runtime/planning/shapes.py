@@ -66,9 +66,9 @@ class ModelShape:
         whole = Share(self, 0, 1)
         return sum(m.elements for m in whole.matrices()) + whole.vector_elements()
 
-    def kv_bytes_per_token(self, bits: float) -> int:
+    def kv_bytes_per_token(self, bits: int) -> int:
         """Keys and values of one token over all layers; scales a channel are not of a token."""
-        return int(2 * self.num_layers * self.num_kv_heads * self.head_dim * bits) // 8
+        return Share(self, 0, 1).kv_bytes_per_token(bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ class Share:
             final *= 2
         return shape.num_layers * layer + final
 
-    def kv_bytes_per_token(self, bits: float) -> int:
-        return int(2 * self.shape.num_layers * self.kv_heads * self.shape.head_dim * bits) // 8
+    def kv_bytes_per_token(self, bits: int) -> int:
+        return 2 * self.shape.num_layers * self.kv_heads * self.shape.head_dim * bits // 8
 
     def _part(self, total: int) -> int:
         """As even as it gets, the first ranks have one more."""

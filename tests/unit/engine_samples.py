@@ -122,3 +122,33 @@ def tokens_alone(prompt: Sequence[int], config: GenerationConfig, **options: Any
     engine.add(request)
     run_to_end(engine, answers)
     return answers.tokens[request, 0]
+
+
+def run_arrivals(
+    engine: Engine,
+    arrivals: Iterable[tuple[int, list[int], GenerationConfig]],
+    cancel_at: int | None,
+) -> list[tuple[Any, Any, Any]]:
+    """Tokens, text and end of every answer to requests that arrive at given steps.
+
+    The first request is cancelled at `cancel_at` and left out: its length depends on the speed.
+    """
+    answers, requests = Answers(), []
+    pending = sorted(arrivals, key=lambda arrival: arrival[0])
+    for step in range(5000):
+        while pending and (pending[0][0] <= step or not engine.has_work):
+            _, prompt, config = pending.pop(0)
+            requests.append(engine.prepare(prompt, config))
+            engine.add(requests[-1])
+        if step == cancel_at and requests:
+            answers.take(engine.cancel(requests[0]))
+        if not engine.has_work and not pending:
+            break
+        answers.take(engine.step())
+        engine.check_integrity()
+    assert not answers.errors
+    return [
+        (answers.tokens.get((r, i)), answers.texts.get((r, i)), answers.finish.get((r, i)))
+        for r in requests[0 if cancel_at is None else 1 :]
+        for i in range(r.config.n)
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_samples import Answers, make_text, run_to_end
+from engine_samples import Answers, make_text, run_arrivals, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -188,30 +188,15 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def decode(seed: int, draft: FakeBackend | None, **options: Any) -> tuple[list[Any], Engine]:
     """Requests that arrive at random, one of them cancelled, some urgent enough to interrupt."""
-    rng, answers, requests = random.Random(seed), Answers(), []
+    rng = random.Random(seed)
     engine = engine_with_draft(draft, max_chunk_tokens=16, **options)
-    arrivals = sorted(rng.randrange(40) for _ in range(6))
-    for step in range(5000):
-        while arrivals and (arrivals[0] <= step or not engine.has_work):
-            arrivals.pop(0)
-            prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 40))]
-            priority = rng.choice([0, 0, 9])
-            config = GenerationConfig(max_new_tokens=50, priority=priority, **rng.choice(CONFIGS))
-            requests.append(engine.prepare(prompt, config))
-            engine.add(requests[-1])
-        if step == 12 and requests:
-            answers.take(engine.cancel(requests[0]))
-        if not engine.has_work and not arrivals:
-            break
-        answers.take(engine.step())
-        engine.check_integrity()
-    assert not answers.errors
-    results = [
-        (answers.tokens.get((r, i)), answers.texts.get((r, i)), answers.finish.get((r, i)))
-        for r in requests[1:]  # how far the cancelled one came depends on the speed
-        for i in range(r.config.n)
-    ]
-    return results, engine
+    arrivals = []
+    for step in sorted(rng.randrange(40) for _ in range(6)):
+        prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 40))]
+        priority = rng.choice([0, 0, 9])
+        config = GenerationConfig(max_new_tokens=50, priority=priority, **rng.choice(CONFIGS))
+        arrivals.append((step, prompt, config))
+    return run_arrivals(engine, arrivals, cancel_at=12), engine
 
 
 @pytest.mark.usefixtures("always_asked")

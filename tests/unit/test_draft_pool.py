@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_samples import Answers, make_engine, run_to_end
+from engine_samples import Answers, make_engine, run_arrivals, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,25 +167,9 @@ def decode(
     """Answers to requests that arrive at given steps, and how many drafts were accepted."""
     backend = FakeBackend(max_slots=3, kv_budget_tokens=300, logits=repetitive(64, 6.0))
     engine = make_engine(backend, max_chunk_tokens=16, **options)
-    answers, requests, pending = Answers(), [], sorted(arrivals)
-    for step in range(5000):
-        while pending and (pending[0][0] <= step or not engine.has_work):
-            _, prompt, kind = pending.pop(0)
-            config = GenerationConfig(max_new_tokens=60, **CONFIGS[kind])
-            requests.append(engine.prepare(prompt, config))
-            engine.add(requests[-1])
-        if step == cancel_at and requests:
-            answers.take(engine.cancel(requests[0]))
-        if not engine.has_work and not pending:
-            break
-        answers.take(engine.step())
-        engine.check_integrity()
-    cut = 1 if cancel_at is not None else 0  # how far a cancelled answer came depends on the speed
-    results = [
-        (answers.tokens.get((r, i)), answers.texts.get((r, i)), answers.finish.get((r, i)))
-        for r in requests[cut:]
-        for i in range(r.config.n)
-    ]
+    configs = [GenerationConfig(max_new_tokens=60, **options) for options in CONFIGS]
+    requests = [(step, prompt, configs[kind]) for step, prompt, kind in arrivals]
+    results = run_arrivals(engine, requests, cancel_at)
     return results, sum(record.accepted for record in engine.steps)
 
 

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from engine_samples import Answers, make_engine
+from engine_samples import make_engine, run_arrivals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,28 +177,10 @@ def decode(
         vocab_size=64, max_slots=3, kv_budget_tokens=400, logits=repetitive(64, 4.0)
     )
     engine = make_engine(backend, max_draft_tokens=max_draft_tokens, max_chunk_tokens=16)
-    answers, requests = Answers(), []
-    pending = sorted(arrivals, key=lambda arrival: arrival[0])
-    for step in range(5000):
-        while pending and (pending[0][0] <= step or not engine.has_work):
-            _, prompt, kind = pending.pop(0)
-            config = GenerationConfig(max_new_tokens=60, **CONFIGS[kind])
-            requests.append(engine.prepare(prompt, config))
-            engine.add(requests[-1])
-        if step == cancel_at and requests:
-            answers.take(engine.cancel(requests[0]))
-        if not engine.has_work and not pending:
-            break
-        answers.take(engine.step())
-        engine.check_integrity()
-    accepted = sum(record.accepted for record in engine.steps)
-    cut = 1 if cancel_at is not None else 0  # how far a cancelled answer came depends on the speed
-    results = [
-        (answers.tokens.get((r, i)), answers.texts.get((r, i)), answers.finish.get((r, i)))
-        for r in requests[cut:]
-        for i in range(r.config.n)
-    ]
-    return results, accepted, len(engine.steps)
+    configs = [GenerationConfig(max_new_tokens=60, **options) for options in CONFIGS]
+    requests = [(step, prompt, configs[kind]) for step, prompt, kind in arrivals]
+    results = run_arrivals(engine, requests, cancel_at)
+    return results, sum(record.accepted for record in engine.steps), len(engine.steps)
 
 
 @settings(max_examples=25)

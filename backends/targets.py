@@ -1,0 +1,26 @@
+"""Which of a package's targets a backend runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.runtime.errors import ConfigError, PackageError
+from headrace.runtime.manifest import Manifest, TargetInfo
+
+
+def choose_target(folder: Path, manifest: Manifest, device: str, name: str | None) -> TargetInfo:
+    """The target of that name for a device, or the first.
+
+    Raises:
+        PackageError: the package has none for the device.
+        ConfigError: none of that name.
+    """
+    targets = {target.name: target for target in manifest.targets if target.device == device}
+    if not targets:
+        remedy = {"cpu": "for the CPU", "cuda": "again with --target cpu,cuda_fp16"}[device]
+        raise PackageError(f"{folder} has no {device.upper()} target; export it {remedy}")
+    if name is None:
+        return next(iter(targets.values()))
+    if name not in targets:
+        raise ConfigError("target", name, f"one of {', '.join(targets)}")
+    return targets[name]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -53,6 +54,7 @@ class DecoderParts:
         kv_scales: a quantized cache, or None for float32.
         head_matrix: float32 [hidden, hidden] that the last hidden state is multiplied with before
             the head, or None.
+        adds_biases: False where another rank has the biases of what ranks sum up.
     """
 
     spec: DecoderSpec
@@ -62,6 +64,7 @@ class DecoderParts:
     head_format: LinearFormat
     kv_scales: KvScales | None
     head_matrix: Callable[[], Float] | None = None
+    adds_biases: bool = True
 
 
 def build_decoder(
@@ -75,40 +78,45 @@ def build_decoder(
     if form == PAGED:
         learned = parts.spec.positions is not None
         half = GraphBuilder(store, np.float16)
-        return _Decoder(parts, half, paged_inputs(learned_positions=learned)).build(form, on_layer)
-    return _Decoder(parts, GraphBuilder(store), step_inputs(form)).build(form, on_layer)
+        return Decoder(parts, half, paged_inputs(learned_positions=learned)).build(form, on_layer)
+    return Decoder(parts, GraphBuilder(store), step_inputs(form)).build(form, on_layer)
 
 
-class _Decoder:
-    """Builds the layers in order, carrying the residual stream from one to the next."""
+class Decoder:
+    """Emits a decoder piece by piece. Where tensor parallelism sums over its ranks, a piece ends:
+    after `looked_up`, `attended` and `mlp`.
+
+    Args:
+        step: of the form that is built.
+    """
 
     def __init__(
         self, parts: DecoderParts, g: GraphBuilder, step: StepInputs | PagedInputs
     ) -> None:
         self.parts, self.spec, self.g, self.step = parts, parts.spec, g, step
         self.norms = Norms(parts.spec, g, self._vector)
-        self.attention: Attention | PagedAttention
+
+    @cached_property
+    def attention(self) -> Attention | PagedAttention:
+        parts, g, step = self.parts, self.g, self.step
         if isinstance(step, PagedInputs):
             assert parts.kv_scales is None and parts.head_matrix is None
-            self.attention = PagedAttention(parts.spec, g, step, self.norms, parts.vector)
-        else:
-            self.attention = Attention(parts.spec, parts.kv_scales, g, step, self.norms)
+            return PagedAttention(parts.spec, g, step, self.norms, parts.vector)
+        return Attention(parts.spec, parts.kv_scales, g, step, self.norms)
 
     def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step
         ids = graph_input(io.INPUT_IDS, ir.DataType.INT64, ["N"])
-        with g.scope("embed"):
-            residual = self._embed(ids)
-        with g.scope("layers.0"):
-            normed = self.norms.plain(residual, spec.layer.attention_norm, 0)
+        normed, residual = self.embedded(self.looked_up(ids))
         for layer in range(spec.num_layers):
-            with g.scope(f"layers.{layer}"):
-                normed, residual = self._layer(layer, normed, residual)
+            output, residual = self.attended(layer, normed, residual)
+            normed, residual = self.after_attention(layer, output, residual)
+            normed, residual = self.after_mlp(layer, self.mlp(layer, normed), residual)
             on_layer(layer + 1)
-        logits, entropy = self._head(normed)
+        logits = self.logits(normed)
         outputs = [
             named_output(logits, io.LOGITS, ir.DataType.FLOAT, ["R", spec.vocab_size]),
-            named_output(entropy, io.ENTROPY, ir.DataType.FLOAT, ["R"]),
+            named_output(self._entropy(logits), io.ENTROPY, ir.DataType.FLOAT, ["R"]),
             *self._more_outputs(logits, normed),
         ]
         return g.model(
@@ -116,6 +124,102 @@ class _Decoder:
             [*outputs, *self.attention.cache_outputs],
             f"{spec.architecture}_{form}",
         )
+
+    def looked_up(self, ids: ir.Value) -> ir.Value:
+        """int64 [N] -> [N, hidden]: rows of the embedding."""
+        with self.g.scope("embed"):
+            return self.parts.head_format.embed(self.g, ids, self.parts.weight(self.spec.embed))
+
+    def embedded(self, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """What the first layer starts from, normed and not."""
+        with self.g.scope("embed"):
+            residual = self._with_positions(
+                self._scaled(x, "embedding_scale", self.spec.embedding_scale)
+            )
+        with self.g.scope("layers.0"):
+            return self.norms.plain(residual, self.spec.layer.attention_norm, 0), residual
+
+    def attended(
+        self, layer: int, normed: ir.Value, residual: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """What attention gives, before its own norm, and the residual stream."""
+        spec, g, names = self.spec, self.g, self.spec.layer
+        with g.scope(f"layers.{layer}"), g.scope("attention"):
+            attended = self._attention(layer, normed)
+            if layer == spec.num_layers - 1:
+                # Only rows whose logits are wanted go on from here.
+                attended = g.op("Gather", attended, self.step.logits_index)
+                residual = g.op("Gather", residual, self.step.logits_index)
+                g.next_row_set()
+            bias = spec.output_bias and self.parts.adds_biases
+            output = self._linear(attended, names.output.format(layer), bias=bias)
+        return output, residual
+
+    def after_attention(
+        self, layer: int, output: ir.Value, residual: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """What the MLP starts from, normed and not."""
+        names = self.spec.layer
+        with self.g.scope(f"layers.{layer}"):
+            with self.g.scope("attention"):
+                output = self._added(self.norms.plain(output, names.attention_post_norm, layer))
+            with self.g.scope("mlp"):
+                return self.norms.skip(output, residual, names.mlp_norm, layer)
+
+    def mlp(self, layer: int, normed: ir.Value) -> ir.Value:
+        """What it gives, before its own norm."""
+        with self.g.scope(f"layers.{layer}"), self.g.scope("mlp"):
+            return self._mlp(layer, normed)
+
+    def after_mlp(
+        self, layer: int, output: ir.Value, residual: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """What the next layer or the head starts from, normed and not."""
+        spec, names = self.spec, self.spec.layer
+        with self.g.scope(f"layers.{layer}"):
+            with self.g.scope("mlp"):
+                output = self._added(self.norms.plain(output, names.mlp_post_norm, layer))
+            last = layer == spec.num_layers - 1
+            following = spec.final_norm if last else names.attention_norm
+            return self.norms.skip(output, residual, following, layer + 1)
+
+    def logits(self, hidden: ir.Value) -> ir.Value:
+        """[R, hidden] -> float32 [R, vocab]."""
+        spec, g, formats = self.spec, self.g, self.parts.head_format
+        weight = self.parts.weight(spec.head)
+        with g.scope("head"):
+            if (matrix := self.parts.head_matrix) is not None:
+                hidden = g.op("MatMul", hidden, g.weight(io.HEAD_MATRIX, matrix))
+                g.store.describe(io.HEAD_MATRIX, (spec.hidden_size, spec.hidden_size), "fp32")
+            hidden = self._scaled(hidden, "logits_scale", spec.logits_scale)
+            emit = formats.tied_head if spec.tied_embeddings else formats.linear
+            logits = emit(g, hidden, weight)
+            if g.activations is not np.float32:
+                logits = g.cast(logits, np.float32)
+            if spec.logits_softcap is None:
+                return logits
+            cap, inverse = (
+                g.constant(name, np.array(factor, np.float32))
+                for name, factor in (
+                    ("logits_softcap", spec.logits_softcap),
+                    ("logits_softcap_inverse", 1 / spec.logits_softcap),
+                )
+            )
+            return g.op("Mul", g.op("Tanh", g.op("Mul", logits, inverse)), cap)
+
+    def _entropy(self, logits: ir.Value) -> ir.Value:
+        """float32 [R, vocab] -> nats [R].
+
+        H = -sum p log p; log p comes from LogSoftmax, since sum p x loses 4 digits to
+        cancellation.
+        """
+        g = self.g
+        with g.scope("head"):
+            log_p = g.op("LogSoftmax", logits, attributes={"axis": -1})
+            last = g.constant("axis_last", np.array([-1], np.int64))
+            weighted = g.op("Mul", g.op("Exp", log_p), log_p)
+            total = g.op("ReduceSum", weighted, last, attributes={"keepdims": 0})
+            return g.op("Neg", total)
 
     def _more_outputs(self, logits: ir.Value, normed: ir.Value) -> list[ir.Value]:
         spec, g, step = self.spec, self.g, self.step
@@ -137,30 +241,8 @@ class _Decoder:
             named_output(normed, io.HIDDEN, float32, ["R", spec.hidden_size]),
         ]
 
-    def _layer(self, layer: int, normed: ir.Value, residual: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """One layer; returns what the next one starts from, normed and not."""
-        spec, g, names = self.spec, self.g, self.spec.layer
-        last = layer == spec.num_layers - 1
-        with g.scope("attention"):
-            attended = self._attention(layer, normed)
-            if last:
-                # Only rows whose logits are wanted go on from here.
-                attended = g.op("Gather", attended, self.step.logits_index)
-                residual = g.op("Gather", residual, self.step.logits_index)
-                g.next_row_set()
-            output = self._linear(attended, names.output.format(layer), bias=spec.output_bias)
-            output = self._added(self.norms.plain(output, names.attention_post_norm, layer))
-        with g.scope("mlp"):
-            normed, residual = self.norms.skip(output, residual, names.mlp_norm, layer)
-            output = self._mlp(layer, normed)
-            output = self._added(self.norms.plain(output, names.mlp_post_norm, layer))
-        following = spec.final_norm if last else names.attention_norm
-        return self.norms.skip(output, residual, following, layer + 1)
-
-    def _embed(self, ids: ir.Value) -> ir.Value:
+    def _with_positions(self, x: ir.Value) -> ir.Value:
         spec, g = self.spec, self.g
-        x = self.parts.head_format.embed(g, ids, self.parts.weight(spec.embed))
-        x = self._scaled(x, "embedding_scale", spec.embedding_scale)
         if (name := spec.positions) is None:
             return x
         full = f"{name}.weight"
@@ -194,42 +276,10 @@ class _Decoder:
             gate_up=weight(*first),
             down=weight(down),
             gate_up_bias=bias(*first),
-            down_bias=bias(down),
+            down_bias=bias(down) if self.parts.adds_biases else None,
             activation=self.spec.activation,
         )
         return self.parts.layer_format.gated_mlp(self.g, normed, weights)
-
-    def _head(self, hidden: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """[R, hidden] -> float32 logits [R, vocab], entropy in nats [R].
-
-        H = -sum p log p; log p comes from LogSoftmax, since sum p x loses 4 digits to
-        cancellation.
-        """
-        spec, g, formats = self.spec, self.g, self.parts.head_format
-        weight = self.parts.weight(spec.head)
-        with g.scope("head"):
-            if (matrix := self.parts.head_matrix) is not None:
-                hidden = g.op("MatMul", hidden, g.weight(io.HEAD_MATRIX, matrix))
-                g.store.describe(io.HEAD_MATRIX, (spec.hidden_size, spec.hidden_size), "fp32")
-            hidden = self._scaled(hidden, "logits_scale", spec.logits_scale)
-            emit = formats.tied_head if spec.tied_embeddings else formats.linear
-            logits = emit(g, hidden, weight)
-            if g.activations is not np.float32:
-                logits = g.cast(logits, np.float32)
-            if spec.logits_softcap is not None:
-                cap, inverse = (
-                    g.constant(name, np.array(factor, np.float32))
-                    for name, factor in (
-                        ("logits_softcap", spec.logits_softcap),
-                        ("logits_softcap_inverse", 1 / spec.logits_softcap),
-                    )
-                )
-                logits = g.op("Mul", g.op("Tanh", g.op("Mul", logits, inverse)), cap)
-            log_p = g.op("LogSoftmax", logits, attributes={"axis": -1})
-            last = g.constant("axis_last", np.array([-1], np.int64))
-            weighted = g.op("Mul", g.op("Exp", log_p), log_p)
-            total = g.op("ReduceSum", weighted, last, attributes={"keepdims": 0})
-            return logits, g.op("Neg", total)
 
     def _linear(self, x: ir.Value, *names: str, bias: bool) -> ir.Value:
         y = self.parts.layer_format.linear(self.g, x, self.parts.weight(*names))

@@ -1,17 +1,17 @@
 """Sizes of models, and how many bytes a rank of a tensor-parallel group holds of one.
 
-Columns of query, key, value, gate and up, and rows of output and down are split between ranks; so
-is the vocabulary. Heads go by whole KV groups, unevenly where they do not divide; with more ranks
-than KV heads those are repeated. Norms and what is added after a sum over ranks is on every rank.
+How matrices are split is in `runtime.shares`. Norms are on every rank, what is added to a sum over
+ranks (biases of output and down) on the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
-from headrace.runtime.errors import ConfigError
 from headrace.runtime.manifest import ModelInfo
+from headrace.runtime.shares import RankShare, split_decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ModelShape:
         return Share(self, 0, 1).kv_bytes_per_token(bits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Share:
     """What rank `rank` of `ranks` holds of a model.
 
@@ -84,44 +84,45 @@ class Share:
     ranks: int
 
     def __post_init__(self) -> None:
-        shape, ranks = self.shape, self.ranks
-        repeats = ranks % shape.num_kv_heads == 0 and shape.num_heads % ranks == 0
-        if ranks > shape.num_kv_heads and not repeats:
-            raise ConfigError(
-                "devices",
-                ranks,
-                f"a number that splits the {shape.num_kv_heads} KV heads of {shape.name}, or a "
-                f"multiple of it that divides its {shape.num_heads} heads",
-            )
+        assert self.part is not None  # found now, so that it raises now
+
+    @cached_property
+    def part(self) -> RankShare:
+        shape = self.shape
+        return split_decoder(
+            shape.name,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            intermediate=shape.intermediate,
+            vocab=shape.vocab,
+            ranks=self.ranks,
+        )[self.rank]
 
     @property
     def kv_heads(self) -> int:
-        return max(self._part(self.shape.num_kv_heads), 1)
+        return self.part.kv_heads.size
 
     @property
     def heads(self) -> int:
-        shape = self.shape
-        if shape.num_kv_heads < self.ranks:
-            return self._part(shape.num_heads)
-        return self.kv_heads * (shape.num_heads // shape.num_kv_heads)
+        return self.part.heads.size
 
     def products(self) -> Iterator[Matrix]:
         """What every token is multiplied with, the head last."""
         shape = self.shape
         queries, keys = self.heads * shape.head_dim, self.kv_heads * shape.head_dim
-        inner = self._part(shape.intermediate)
+        inner = self.part.inner.size
         for _ in range(shape.num_layers):
             yield Matrix(queries + 2 * keys, shape.hidden)
             yield Matrix(shape.hidden, queries)
             yield Matrix((2 if shape.gated else 1) * inner, shape.hidden)
             yield Matrix(shape.hidden, inner)
-        yield Matrix(self._part(shape.vocab), shape.hidden)
+        yield Matrix(self.part.tokens.size, shape.hidden)
 
     def tables(self) -> Iterator[Matrix]:
         """What one row a token is read of, besides a head that is the embedding, too."""
         shape = self.shape
         if not shape.tied:
-            yield Matrix(self._part(shape.vocab), shape.hidden)
+            yield Matrix(self.part.tokens.size, shape.hidden)
         if shape.learned_positions:
             yield Matrix(shape.learned_positions, shape.hidden)
 
@@ -132,24 +133,20 @@ class Share:
 
     def vector_elements(self) -> int:
         """Norms and biases."""
-        shape = self.shape
+        shape, summed = self.shape, 2 if self.rank == 0 else 0
         queries, keys = self.heads * shape.head_dim, self.kv_heads * shape.head_dim
         layer = shape.norms * shape.hidden + (2 * shape.head_dim if shape.head_norms else 0)
         final = shape.hidden
         if shape.qkv_bias or shape.biased:
             layer += queries + 2 * keys
         if shape.biased:
-            layer += shape.norms * shape.hidden + 2 * shape.hidden
-            layer += (2 if shape.gated else 1) * self._part(shape.intermediate)
+            layer += shape.norms * shape.hidden + summed * shape.hidden
+            layer += (2 if shape.gated else 1) * self.part.inner.size
             final *= 2
         return shape.num_layers * layer + final
 
     def kv_bytes_per_token(self, bits: int) -> int:
         return 2 * self.shape.num_layers * self.kv_heads * self.shape.head_dim * bits // 8
-
-    def _part(self, total: int) -> int:
-        """As even as it gets, the first ranks have one more."""
-        return total // self.ranks + (self.rank < total % self.ranks)
 
 
 def shape_of_package(name: str, model: ModelInfo) -> ModelShape:

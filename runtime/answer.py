@@ -46,6 +46,7 @@ class Answer:
     text: Text
     has_logprobs: bool
     sampled: tuple[SampledToken, ...] = ()  # by the step in hand
+    num_accepted: int = 0  # of them, from the first on: those that were drafts
     matched_stop: str | int | None = None
     new_text: str = ""
     error: Exception | None = None
@@ -96,6 +97,7 @@ class Answer:
             index=self.index,
             tool_calls=self.text.take_calls(),
             prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self.sequence.found_len,
         )
 
 

@@ -26,7 +26,7 @@ from headrace.runtime.chat.template import ChatTemplate
 from headrace.runtime.chat.tool_choice import Tools
 from headrace.runtime.completion import Completion, TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig, merge
-from headrace.runtime.core import StepRecord
+from headrace.runtime.core import LaneRecord, StepRecord
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import HeadraceError, RequestError
 from headrace.runtime.prompts import (
@@ -107,6 +107,11 @@ class Runtime:
     def steps(self) -> tuple[StepRecord, ...]:
         """The newest steps, oldest first, for measurements."""
         return tuple(self._engine.steps.copy())
+
+    @property
+    def lanes(self) -> tuple[LaneRecord, ...]:
+        """Who shared the newest steps, oldest first."""
+        return tuple(self._engine.log.lanes.copy())
 
     @property
     def occupancy(self) -> tuple[int, int]:
@@ -305,11 +310,9 @@ class Runtime:
         """`chat` for asyncio: `await` gives the completion or, with `stream`, an iterator."""
         merged = self._merge(config, overrides)
         request = await asyncio.to_thread(self._prepare_chat, messages, merged, tools, tool_choice)
-        return (
-            aiterate(self._worker, request)
-            if stream
-            else (await arun_all(self._worker, [request]))[0]
-        )
+        if stream:
+            return aiterate(self._worker, request)
+        return (await arun_all(self._worker, [request]))[0]
 
     def save_session(self, path: str | Path, prompt: Prompt | Messages) -> int:
         """Write a prompt or conversation and what is in the cache of it to a file, for a later

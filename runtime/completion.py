@@ -22,6 +22,8 @@ class TokenDelta:
         index: which of the request's `n` answers.
         tool_calls: calls of tools that became whole; their text is not in `text`.
         prompt_tokens: of the request.
+        cached_tokens: of them, how many needed no computing.
+        num_accepted: how many of the tokens, from the first on, had been guessed (drafts).
     """
 
     text: str
@@ -33,6 +35,8 @@ class TokenDelta:
     index: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -46,6 +47,7 @@ class Sequence:
         waited_steps, served_steps: steps in these states before the present one.
         forced: tokens that must follow `tokens`, known beforehand; most often none.
         is_lossy: drafts may change its text, so that none may come from the texts of others.
+        found_len: leading tokens of the prompt that needed no computing: they were in the cache.
     """
 
     seq_id: int
@@ -63,6 +65,7 @@ class Sequence:
     served_steps: int = 0
     forced: tuple[int, ...] = ()
     is_lossy: bool = False
+    found_len: int = 0
 
     @property
     def generated_len(self) -> int:
@@ -103,6 +106,11 @@ class Row:
     tokens: tuple[int, ...]
     num_logits: int
     inverse_temperature: float = 0.0
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether this is a chunk of a prompt: an answer's row has logits behind every token."""
+        return self.num_logits < len(self.tokens)
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -235,3 +243,31 @@ class StepRecord:
     drafted: int = field(default=0)
     accepted: int = field(default=0)
     draft_ms: float = field(default=0.0)
+
+
+class RowRecord(NamedTuple):
+    """What one row of a step was. A tuple, since there is one for each row of each step.
+
+    Attributes:
+        slot: the KV slot, which is the lane that a sequence runs in.
+        seq_id: whose.
+        num_tokens: fed to the model, drafts included.
+        drafted, accepted: drafts among them, and how many of those were right.
+        is_prompt: a piece of a prompt rather than an answer's last token.
+    """
+
+    slot: int
+    seq_id: int
+    num_tokens: int
+    drafted: int
+    accepted: int
+    is_prompt: bool
+
+
+class LaneRecord(NamedTuple):
+    """Who shared a step: `end_s` on the clock of `time.monotonic`, `step_ms` model and host."""
+
+    step_id: int
+    end_s: float
+    step_ms: float
+    rows: tuple[RowRecord, ...]

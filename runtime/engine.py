@@ -40,11 +40,10 @@ from headrace.runtime.sampling.sampler import Sampler, sample_seed
 from headrace.runtime.scheduling.fairness import Fairness
 from headrace.runtime.scheduling.limits import Limits
 from headrace.runtime.scheduling.scheduler import Scheduler
+from headrace.runtime.step_log import StepLog
 from headrace.runtime.transfers import Transfers
 
 logger = logging.getLogger(__name__)
-
-STEP_LOG_LENGTH = 4096
 
 
 class Engine:
@@ -75,7 +74,7 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self.capabilities = backend.load()
-        self.steps: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
+        self.log = StepLog()
         self.closed_by: Exception | None = None
         self._backend = backend
         self._make_text, self._grammars = make_text, grammars
@@ -93,6 +92,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.closed_by is None and self._scheduler.has_work
+
+    @property
+    def steps(self) -> deque[StepRecord]:
+        """The newest steps, oldest first."""
+        return self.log.steps
 
     @property
     def num_waiting(self) -> int:
@@ -240,21 +244,13 @@ class Engine:
         events = self._emit([answer for answer, _ in stepped])
         total_ms = (time.perf_counter() - start) * 1e3
         draft_ms = 0.0 if self._drafter is None else self._drafter.model_ms
-        self.steps.append(
-            StepRecord(
-                plan.step_id,
-                len(plan.rows),
-                plan.num_tokens,
-                output.model_ms,
-                total_ms - output.model_ms - draft_ms,
-                self._scheduler.num_waiting,
-                drafted=sum(len(row.drafts) for row in plan.rows),
-                accepted=sum(
-                    result.num_accepted(row.drafts)
-                    for row, result in zip(plan.rows, results, strict=True)
-                ),
-                draft_ms=draft_ms,
-            )
+        self.log.add(
+            plan,
+            [answer.num_accepted for answer, _ in stepped],
+            model_ms=output.model_ms,
+            total_ms=total_ms,
+            draft_ms=draft_ms,
+            waiting=self._scheduler.num_waiting,
         )
         return events
 
@@ -318,7 +314,9 @@ class Engine:
                     finish = answer.draw(row, output, first)
                 except Exception as error:  # a request fails alone, whatever went wrong in it
                     answer.error, finish = error, FinishReason.ERROR
-            stepped.append((answer, RowResult(row.seq_id, answer.sampled, finish)))
+            result = RowResult(row.seq_id, answer.sampled, finish)
+            answer.num_accepted = result.num_accepted(row.drafts)
+            stepped.append((answer, result))
         return stepped
 
     def _emit(self, answers: Iterable[Answer]) -> list[StepEvent]:
@@ -347,6 +345,8 @@ class Engine:
                 answer.index,
                 answer.text.take_calls(),
                 len(answer.request.prompt_ids),
+                sequence.found_len,
+                answer.num_accepted,
             )
             events.append(StepEvent(answer.request, delta))
         return events

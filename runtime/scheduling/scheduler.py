@@ -227,6 +227,8 @@ class Scheduler:
                 break
             self._kv_ops += placed.ops
             sequence.slot, sequence.cached_len = placed.slot, placed.cached_len
+            if not sequence.served_steps:  # afterwards it finds what it computed itself
+                sequence.found_len = placed.cached_len
             sequence.state = SequenceState.RUNNING
             sequence.waited_steps += step_id - sequence.since_step
             sequence.since_step = step_id

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.runtime.commands import serve  # which imports nothing before it runs
+from headrace.runtime.commands import serve, stored  # which import nothing before they run
 from headrace.runtime.errors import ConfigError, HeadraceError
 
+MODEL_HELP = "package, GGUF file, Hugging Face folder, or a name that `headrace list` shows"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
 
 
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_inspect(commands)
     _add_plan(commands)
+    stored.add_commands(commands)
     return parser
 
 
@@ -101,7 +103,7 @@ def _add_chat(commands: Any) -> None:
 
 def _add_embed(commands: Any) -> None:
     parser = commands.add_parser("embed", help="turn texts into vectors, one JSON object each")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="encoder made by runtime-export")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="what to embed")
     parser.add_argument(
         "--input", type=Path, metavar="FILE", help='JSON lines: a string or {"text": ...} each'
@@ -189,7 +191,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_package(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="package made by runtime-export")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     _add_machine(parser)
 
 
@@ -206,7 +208,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--draft", metavar="DIR", help="smaller package with the same tokens that guesses ahead"
+        "--draft", metavar="MODEL", help="smaller one with the same tokens that guesses ahead"
     )
 
 
@@ -231,15 +233,26 @@ _SAMPLING = {
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `EngineConfig` that were set."""
+    """Fields of `EngineConfig` that were set.
+
+    Raises:
+        ConfigError: a value is out of range; found before a model is looked for.
+        HeadraceError: there is no such draft model.
+    """
+    from headrace.runtime.commands.models import find_model
+    from headrace.runtime.config import EngineConfig
+
     options = {
         "num_threads": args.threads,
         "context_tokens": args.context_tokens,
         "target": args.target,
         "max_draft_tokens": args.max_draft_tokens,
-        "draft_package": getattr(args, "draft", None),  # not where single steps are measured
     }
-    return {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
+    EngineConfig.from_dict(options)
+    if draft := getattr(args, "draft", None):  # not where single steps are measured
+        options["draft_package"] = str(find_model(draft).package)
+    return options
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -283,15 +296,17 @@ def _bench(args: argparse.Namespace) -> int:
     if args.fidelity is not None:
         return _bench_fidelity(args)
     from headrace.runtime.commands import bench
+    from headrace.runtime.commands.models import find_model
 
+    options = engine_options(args)
     report = bench.measure(
-        args.folder,
+        find_model(args.model).package,
         batches=args.batch,
         prompt_tokens=args.prompt_tokens,
         new_tokens=args.new_tokens,
         repeats=args.repeat,
         device=args.device,
-        engine_options=engine_options(args),
+        engine_options=options,
         progress=_note_progress,
     )
     print(_json(report) if args.json else bench.render(report))
@@ -300,11 +315,12 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _bench_fidelity(args: argparse.Namespace) -> int:
     from headrace.runtime.commands import bench_fidelity
+    from headrace.runtime.commands.models import find_model
 
     if args.text is None:
         raise ConfigError("text", None, "the file to compare on, with --fidelity")
     report = bench_fidelity.measure_fidelity(
-        args.folder,
+        find_model(args.model).package,
         args.fidelity,
         args.text,
         prompts=args.prompts,

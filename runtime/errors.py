@@ -14,6 +14,7 @@
     │   ├── BackendUnavailableError       asked for by name and cannot be had
     │   └── InsufficientMemoryError       would not fit: needed, free, what to change
     ├── EngineClosedError                 the runtime was closed
+    ├── StoreError                        a stored model cannot be found, fetched or removed
     └── ServeError                        the server cannot listen where it was told to
 
 A message is one line: what is wrong, with which thing, and what to do about it.
@@ -102,6 +103,10 @@ class InsufficientMemoryError(BackendError):
 
 class EngineClosedError(HeadraceError):
     """The runtime was closed while or before the call was made."""
+
+
+class StoreError(HeadraceError):
+    """A name or an address leads to no model, or a model cannot be fetched or removed."""
 
 
 class ServeError(HeadraceError):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.runtime.api import Runtime
+from headrace.runtime.commands.models import find_model
 from headrace.runtime.commands.run import messages, with_limit
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.errors import RequestError
@@ -31,10 +32,11 @@ def chat(
     Raises:
         HeadraceError: the package cannot be used or the device failed.
     """
+    package = find_model(args.model).package
     if sys.stdin.isatty():
         _use_line_editor()
         print(HELP, file=sys.stderr)
-    with Runtime.load(args.folder, args.device, max_sequences=1, **engine_options) as runtime:
+    with Runtime.load(package, args.device, max_sequences=1, **engine_options) as runtime:
         conversation = Conversation(runtime, args.system, with_limit(runtime, sampling_options))
         while (line := _read_line()) is not None and line.strip() != "/quit":
             command = line.strip()

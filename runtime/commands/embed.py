@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from headrace.runtime.commands.models import find_model
 from headrace.runtime.encoder.embedder import Embedder, Embeddings
 from headrace.runtime.errors import ConfigError, RequestError
 from headrace.runtime.text_files import read_text
@@ -25,7 +26,7 @@ def embed(args: argparse.Namespace) -> int:
     texts = list(args.texts) if args.input is None else _read(args.input)
     if not texts or (args.texts and args.input is not None):
         raise ConfigError("TEXT", args.texts, "one or more texts, or --input FILE, not both")
-    with Embedder.load(args.folder, num_threads=args.threads) as embedder:
+    with Embedder.load(find_model(args.model).package, num_threads=args.threads) as embedder:
         try:
             found = embedder.embed_all(texts, truncate=args.truncate)
         except RequestError as error:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.runtime.api import Runtime
+from headrace.runtime.commands.models import find_model, say
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.errors import ConfigError, RequestError
 from headrace.runtime.grammar.matcher import load_llguidance
@@ -29,10 +30,11 @@ def run(
         HeadraceError: whatever is wrong with the package, the prompt or an option.
     """
     prompt = read_prompt(args.prompt)
-    raw = args.raw or read_manifest(args.folder).tokenizer.chat_template is None
+    model = find_model(args.model)
+    raw = args.raw or read_manifest(model.package).tokenizer.chat_template is None
     if raw and args.system is not None:
         raise ConfigError("--system", args.system, "no system message where no template is used")
-    with Runtime.load(args.folder, args.device, max_sequences=1, **engine_options) as runtime:
+    with Runtime.load(model.package, args.device, max_sequences=1, **engine_options) as runtime:
         options = with_limit(runtime, sampling_options)
         start = time.perf_counter()
         deltas = (
@@ -40,11 +42,13 @@ def run(
             if raw
             else runtime.chat(messages(args.system, prompt), stream=True, **options)
         )
-        if args.json:
-            print(json.dumps(_collect(deltas, start), ensure_ascii=False))
-        else:
-            write_text(deltas)
-            print(flush=True)
+        times: list[float] = []
+        stamped = _stamped(deltas, times)
+        seen = list(stamped) if args.json else write_text(stamped)
+        speed = _speed(seen, [moment - start for moment in times])
+        print(json.dumps(_summary(seen) | speed, ensure_ascii=False) if args.json else "")
+        if model.is_new:
+            say(_in_words(speed))
     return 0
 
 
@@ -107,24 +111,38 @@ def write_text(deltas: Iterator[TokenDelta]) -> list[TokenDelta]:
     return seen
 
 
-def _collect(deltas: Iterator[TokenDelta], start: float) -> dict[str, Any]:
-    """The whole answer with its timings; `start` is when it was asked for."""
-    first: float | None = None
-    seen: list[TokenDelta] = []
+def _stamped(deltas: Iterator[TokenDelta], times: list[float]) -> Iterator[TokenDelta]:
+    """The same pieces; `times` takes the moment of each."""
     for delta in deltas:
-        first = first or time.perf_counter()
-        seen.append(delta)
-    end = time.perf_counter()
-    token_ids = [token for delta in seen for token in delta.token_ids]
+        times.append(time.perf_counter())
+        yield delta
+
+
+def _summary(seen: list[TokenDelta]) -> dict[str, Any]:
+    """The whole answer."""
     last = seen[-1]
-    first = first or end
     return {
         "text": "".join(delta.text for delta in seen),
-        "token_ids": token_ids,
+        "token_ids": [token for delta in seen for token in delta.token_ids],
         "entropy_nats": [value for delta in seen for value in delta.entropy_nats],
         "finish_reason": last.finish_reason and last.finish_reason.value,
         "matched_stop": last.matched_stop,
-        "completion_tokens": len(token_ids),
-        "first_token_s": first - start,
-        "decode_tok_s": (len(token_ids) - 1) / (end - first) if len(token_ids) > 1 else None,
     }
+
+
+def _speed(seen: list[TokenDelta], times_s: list[float]) -> dict[str, Any]:
+    """How fast the answer was, given when its pieces came after it was asked for."""
+    num_tokens = sum(len(delta.token_ids) for delta in seen)
+    first, last = times_s[0], times_s[-1]
+    return {
+        "completion_tokens": num_tokens,
+        "first_token_s": first,
+        "decode_tok_s": (num_tokens - 1) / (last - first) if last > first else None,
+    }
+
+
+def _in_words(speed: dict[str, Any]) -> str:
+    rate = "" if speed["decode_tok_s"] is None else f", then {speed['decode_tok_s']:.1f} tokens/s"
+    return (
+        f"{speed['completion_tokens']} tokens, the first after {speed['first_token_s']:.2f} s{rate}"
+    )

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from headrace.runtime.errors import ConfigError, HeadraceError
@@ -18,7 +17,7 @@ _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes besides the options of the machine."""
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="packages made by runtime-export"
+        "models", nargs="+", metavar="MODEL", help="package, checkpoint, or a stored model's name"
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
@@ -70,6 +69,7 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         expected = f'{missing[0]} to be installed: pip install "headrace[server]"'
         raise ConfigError("serve", missing[0], expected)
+    from headrace.runtime.commands.models import find_model
     from headrace.runtime.server.app import make_app
     from headrace.runtime.server.listen import Server, listening_socket
     from headrace.runtime.server.models import Models, folder_loaders
@@ -80,7 +80,9 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
     engine_options = {**engine_options, "max_waiting": options.max_requests}
     if args.max_sequences is not None:
         engine_options["max_sequences"] = args.max_sequences
-    models = Models(folder_loaders(args.folders, args.device, engine_options))
+    found = map(find_model, args.models)
+    packages = [(model.name, model.package) for model in found]
+    models = Models(folder_loaders(packages, args.device, engine_options))
     listener = listening_socket(args.host, args.port)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -110,20 +110,22 @@ class Models:
 
 
 def folder_loaders(
-    folders: Sequence[Path], device: str, engine_options: Mapping[str, Any]
+    packages: Sequence[tuple[str, Path]], device: str, engine_options: Mapping[str, Any]
 ) -> dict[str, Loader]:
-    """How to load packages, by the names of their folders.
+    """How to load packages, by their names.
+
+    Args:
+        packages: name and folder of each.
 
     Raises:
-        ConfigError: two folders have one name.
+        ConfigError: two have one name.
         PackageError: a folder is no package.
     """
     loaders: dict[str, Loader] = {}
-    for folder in folders:
+    for name, folder in packages:
         raw, _ = read_raw_manifest(folder)
-        name = folder.resolve().name
         if name in loaders:
-            raise ConfigError("DIR", str(folder), f"one folder of the name {name}; rename it")
+            raise ConfigError("MODEL", str(folder), f"one model of the name {name}; rename it")
         is_encoder = raw.get("kind") == ENCODER_KIND
         loaders[name] = (
             _encoder_loader(folder, engine_options.get("num_threads"))

@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "runtime.scheduling",
     ),
     "runtime.drafting": ("runtime.core", "runtime.drafting"),
+    "runtime.store": ("runtime.store", "runtime.manifest", "runtime.errors"),
     "runtime.factory": ("runtime", "backends"),
     "runtime.commands.doctor": ("runtime", "backends"),
     "runtime.commands.bench": ("runtime", "backends"),
@@ -88,6 +89,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "gguf": ("exporters.checkpoint",),
     "safetensors": ("exporters.checkpoint", "exporters.train"),
     "torch": ("exporters.train",),
+    "platformdirs": ("runtime.store.places",),
+    "filelock": ("runtime.store",),
     "rich": ("exporters.cli",),
     "pydantic": ("runtime.server",),
     "starlette": ("runtime.server",),
@@ -97,7 +100,10 @@ FOREIGN: dict[str, tuple[str, ...]] = {
 
 
 # Part of headrace -> the only modules outside of it that may import it.
-IMPORTED_BY: dict[str, tuple[str, ...]] = {"runtime.server": ("runtime.commands.serve",)}
+IMPORTED_BY: dict[str, tuple[str, ...]] = {
+    "runtime.server": ("runtime.commands.serve",),
+    "runtime.store": ("runtime.commands",),
+}
 
 
 def allowed_headrace(module: str) -> tuple[str, ...]:

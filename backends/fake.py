@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headrace.backends.base import Capabilities, StepOutput
 from headrace.backends.kv_ops import apply_kv_ops
 from headrace.runtime.core import Row, StepPlan
-from headrace.runtime.errors import BackendError
+from headrace.runtime.errors import BackendError, EngineProcessError
 
 LogitsFn = Callable[[Sequence[int]], NDArray[np.float32]]
 
@@ -82,6 +82,7 @@ class FakeBackend:
             budget defaults to full slots.
         logits: float32 [vocab] of a token prefix; `hashed_logits` unless given.
         fail_at: numbers of the steps, counted from 0, that raise a `BackendError`.
+        die_at: numbers of steps at which everything in the slots is lost (EngineProcessError).
         delay_ms: time that a step takes, spent asleep as if inside native code.
     """
 
@@ -95,6 +96,7 @@ class FakeBackend:
         kv_budget_tokens: int | None = None,
         logits: LogitsFn | None = None,
         fail_at: Collection[int] = (),
+        die_at: Collection[int] = (),
         delay_ms: float = 0.0,
     ) -> None:
         self.capabilities = Capabilities(
@@ -112,9 +114,9 @@ class FakeBackend:
         )
         self.closed = False
         self._logits = logits or hashed_logits(vocab_size)
-        self._fail_at, self._delay_ms = fail_at, delay_ms
+        self._fail_at, self._die_at, self._delay_ms = fail_at, die_at, delay_ms
         self._kv = _Slots(max_slots)
-        self._num_steps = 0
+        self.num_steps = 0
         self._output: tuple[int, StepOutput] | None = None
 
     @property
@@ -128,13 +130,16 @@ class FakeBackend:
     def submit(self, plan: StepPlan) -> int:
         _require(not self.closed, "the backend is closed")
         _require(self._output is None, "a step is in flight")
-        step = self._num_steps
-        self._num_steps += 1
+        step = self.num_steps
+        self.num_steps += 1
         start = time.perf_counter()
         if self._delay_ms:
             time.sleep(self._delay_ms / 1e3)
         if step in self._fail_at:
             raise BackendError(f"injected failure of step {step}")
+        if step in self._die_at:
+            self._kv = _Slots(len(self._kv.held))
+            raise EngineProcessError(f"injected end at step {step}")
         reads = apply_kv_ops(self._kv, plan.kv_ops)
         slots = [row.slot for row in plan.rows]
         _require(slots == sorted(set(slots)), f"slots {slots} are not ascending")

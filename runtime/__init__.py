@@ -5,16 +5,25 @@ Names are loaded when they are first asked for, so that importing a part loads n
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.runtime.api import Runtime
+    from headrace.runtime.child.entry import freeze_support
     from headrace.runtime.config import EngineConfig, GenerationConfig
     from headrace.runtime.encoder.embedder import Embedder
     from headrace.runtime.grammar.spec import Grammar
 
-__all__ = ["Embedder", "EngineConfig", "GenerationConfig", "Grammar", "Runtime"]
+__all__ = [
+    "Embedder",
+    "EngineConfig",
+    "GenerationConfig",
+    "Grammar",
+    "Runtime",
+    "freeze_support",
+]
 
 _HOMES = {
     "Runtime": "api",
@@ -22,7 +31,11 @@ _HOMES = {
     "GenerationConfig": "config",
     "Embedder": "encoder.embedder",
     "Grammar": "grammar.spec",
+    "freeze_support": "child.entry",
 }
+
+# Nothing is printed where the app has set up no logging.
+logging.getLogger("headrace").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

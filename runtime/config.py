@@ -192,6 +192,8 @@ class EngineConfig:
         context_tokens: longest sequence, shorter than the model's own.
         target: which of the package's targets to load, e.g. "cpu_int8".
         form: which of the target's graphs to load, e.g. "ragged".
+        isolated: run the model in a process of its own. If that crashes or is killed, it is started
+            again and answers go on.
 
     Raises:
         ConfigError: a value is wrong; names field, value and what is expected.
@@ -211,6 +213,7 @@ class EngineConfig:
     context_tokens: int | None = None
     target: str | None = None
     form: str | None = None
+    isolated: bool = False
 
     _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
 
@@ -332,6 +335,7 @@ EngineConfig._CHECKS = {
     "context_tokens": integer(2, optional=True),
     "target": named,
     "form": named,
+    "isolated": flag,
 }
 
 

@@ -6,7 +6,8 @@ belong to one thread. A step is schedule, run, sample, commit, emit.
 
 A request fails alone where its own sampling fails. A step that the backend fails ends everything
 that ran in it; waiting requests go on. A second failure with no good step between says that the
-backend is broken: the engine is then closed with that error.
+backend is broken: the engine is then closed with that error. Where a backend's process died, what
+ran goes on in another one (`restarts`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from headrace.backends.base import Backend, Capabilities, StepOutput
+from headrace.backends.base import Backend, StepOutput
+from headrace.runtime.admission import engine_limits
 from headrace.runtime.answer import Answer, Request, StepEvent, Text
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
@@ -33,12 +35,17 @@ from headrace.runtime.core import (
 )
 from headrace.runtime.draft_model import DraftModel
 from headrace.runtime.drafting.drafter import Drafter, num_drafts
-from headrace.runtime.errors import BackendError, EngineClosedError, RequestError
+from headrace.runtime.errors import (
+    BackendError,
+    EngineClosedError,
+    EngineProcessError,
+    RequestError,
+)
 from headrace.runtime.grammar.matcher import GrammarCompiler, GrammarMatcher
+from headrace.runtime.restarts import Restarts
 from headrace.runtime.sampling.candidates import Scratch
 from headrace.runtime.sampling.sampler import Sampler, sample_seed
 from headrace.runtime.scheduling.fairness import Fairness
-from headrace.runtime.scheduling.limits import Limits
 from headrace.runtime.scheduling.scheduler import Scheduler
 from headrace.runtime.step_log import StepLog
 from headrace.runtime.transfers import Transfers
@@ -79,13 +86,13 @@ class Engine:
         self._backend = backend
         self._make_text, self._grammars = make_text, grammars
         self._eos_token_ids = tuple(eos_token_ids)
-        self._limits = _limits(self.config, self.capabilities)
+        self._limits = engine_limits(self.config, self.capabilities)
         self._draft_model: DraftModel | None = None
         self._drafter = drafter or self._make_drafter(draft_backend)
         self._scheduler = Scheduler(self._limits, fairness, self._drafter)
         self._scratch = Scratch(self.capabilities.vocab_size)
         self._answers: dict[int, Answer] = {}
-        self._transfers = Transfers()
+        self._transfers, self._restarts = Transfers(), Restarts()
         self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
         self._last_step_failed = False
 
@@ -233,9 +240,12 @@ class Engine:
             return []
         try:
             output = self._backend.collect(self._backend.submit(plan))
+        except EngineProcessError as error:
+            return self._restart(error)
         except Exception as error:
             return self._fail_step(plan, error)
         self._last_step_failed = False
+        self._restarts.step_done()
         if plan.kv_ops:
             self._transfers.settle(plan, output.kv_reads)
         stepped = self._sample(plan, output)
@@ -325,8 +335,7 @@ class Engine:
         for answer in answers:
             if answer.error is not None and answer.sequence.seq_id in self._answers:
                 logger.warning("a request failed: %s", answer.error)
-                self._drop_request(answer.request)
-                events.append(StepEvent(answer.request, None, answer.error))
+                events += self._fail_requests([answer.sequence], answer.error)
         for answer in answers:
             sampled, sequence = answer.sampled, answer.sequence
             if not sampled or sequence.seq_id not in self._answers:
@@ -364,32 +373,25 @@ class Engine:
         self._last_step_failed = True
         self._transfers.fail(error)
         logger.warning("a step failed and ended %d sequences: %s", len(failed), error)
-        requests = dict.fromkeys(self._answers[s.seq_id].request for s in failed)
-        for request in requests:
-            self._drop_request(request)
-        return [StepEvent(request, None, error) for request in requests]
+        return self._fail_requests(failed, error)
 
-    def _drop_request(self, request: Request) -> None:
-        for answer in request.answers:
+    def _restart(self, error: EngineProcessError) -> list[StepEvent]:
+        """The backend's process died; its next step begins another, where what ran goes on."""
+        logger.warning("%s; it is started again", error)
+        self._transfers.fail(error)
+        stuck = self._restarts.died(self._scheduler.restart())
+        return (
+            self.close(error) if self._restarts.is_hopeless else self._fail_requests(stuck, error)
+        )
+
+    def _fail_requests(self, sequences: Iterable[Sequence], error: Exception) -> list[StepEvent]:
+        requests = dict.fromkeys(self._answers[s.seq_id].request for s in sequences)
+        for answer in [answer for request in requests for answer in request.answers]:
             self._drop(answer)
+        return [StepEvent(request, None, error) for request in requests]
 
     def _drop(self, answer: Answer) -> bool:
         """Forget an answer; False where it had ended."""
         seq_id = answer.sequence.seq_id
         self._scheduler.cancel(seq_id)
         return self._answers.pop(seq_id, None) is not None
-
-
-def _limits(config: EngineConfig, caps: Capabilities) -> Limits:
-    kept = config.prefix_cache_bytes
-    return Limits(
-        max_slots=min(config.max_sequences, caps.max_slots),
-        context_tokens=min(config.context_tokens or caps.context_tokens, caps.context_tokens),
-        kv_budget_tokens=caps.kv_budget_tokens,
-        kv_bytes_per_token=caps.kv_bytes_per_token,
-        prefix_cache_tokens=caps.kv_budget_tokens
-        if kept is None
-        else kept // caps.kv_bytes_per_token,
-        max_chunk_tokens=min(config.max_chunk_tokens, caps.max_row_tokens),
-        inter_token_bound_ms=config.inter_token_bound_ms,
-    )

@@ -12,7 +12,8 @@
     ├── PackageError                      a package is missing something or was changed
     ├── BackendError                      the device or ONNX Runtime failed
     │   ├── BackendUnavailableError       asked for by name and cannot be had
-    │   └── InsufficientMemoryError       would not fit: needed, free, what to change
+    │   ├── InsufficientMemoryError       would not fit: needed, free, what to change
+    │   └── EngineProcessError            a process that works for an engine died
     ├── EngineClosedError                 the runtime was closed
     ├── StoreError                        a stored model cannot be found, fetched or removed
     └── ServeError                        the server cannot listen where it was told to
@@ -99,6 +100,11 @@ class InsufficientMemoryError(BackendError):
             f"needs {needed_bytes / 2**20:.0f} MiB of memory, "
             f"{free_bytes / 2**20:.0f} MiB are free; {remedy}"
         )
+
+
+class EngineProcessError(BackendError):
+    """A process that works for an engine died, or does not make sense any more; what it had in
+    memory, keys and values above all, is lost."""
 
 
 class EngineClosedError(HeadraceError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.backends.base import Backend
 from headrace.backends.cpu_avx512.encoder import CpuEncoder
+from headrace.backends.isolated.backend import IsolatedBackend
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
@@ -32,7 +33,6 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     """See `Runtime.load`."""
     manifest = read_manifest(folder)
-    device = choose_device(device, manifest)
     tokenizer = Tokenizer.load(folder, manifest.tokenizer)
     template = read_chat_template(folder, manifest)
     defaults = GenerationConfig.from_defaults(_generation_defaults(folder, manifest))
@@ -43,7 +43,7 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     draft = None
     if config.draft_package is not None:
         draft = _draft_backend(folder, manifest, tokenizer, config, Path(config.draft_package))
-    backend = create_backend(device, folder, manifest, config, probe_hardware())
+    backend = _backend(device, folder, manifest, config)
     try:
         eos_token_ids = manifest.tokenizer.eos_token_ids
         grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, eos_token_ids)
@@ -69,6 +69,13 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     return runtime
 
 
+def _backend(device: str, folder: Path, manifest: Manifest, config: EngineConfig) -> Backend:
+    if config.isolated:
+        return IsolatedBackend(device, folder, config)
+    chosen = choose_device(device, manifest)
+    return create_backend(chosen, folder, manifest, config, probe_hardware())
+
+
 def _draft_backend(
     folder: Path, manifest: Manifest, tokenizer: Tokenizer, config: EngineConfig, draft: Path
 ) -> Backend:
@@ -90,7 +97,7 @@ def _draft_backend(
             f"{draft} cannot draft for {folder}: {reason}; use a smaller model of the same family"
         )
     options = replace(config, draft_package=None, target=None, form=None, num_threads=1)
-    return create_backend(choose_device("cpu", small), draft, small, options, probe_hardware())
+    return _backend("cpu", draft, small, options)
 
 
 def load_embedder(folder: Path, num_threads: int | None) -> Embedder:

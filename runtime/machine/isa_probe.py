@@ -17,7 +17,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from headrace.runtime.child.process import is_interpreter
 
 SKIP_VARIABLE = "HEADRACE_SKIP_PROBES"  # for apps that must not start processes
 
@@ -121,8 +122,7 @@ def obstacle() -> str | None:
     if os.environ.get(SKIP_VARIABLE, "0") not in ("", "0"):
         return f"{SKIP_VARIABLE} is set"
     # Starting the app a second time instead of an interpreter would do who knows what.
-    program = Path(sys.executable or "").stem.lower()
-    if getattr(sys, "frozen", False) or not program.startswith(("python", "pypy")):
+    if not is_interpreter():
         return "this process is no plain Python interpreter that could be started again"
     return None
 

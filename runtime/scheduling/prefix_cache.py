@@ -140,6 +140,11 @@ class PrefixCache:
         """Stop keeping what a slot holds, if it is kept: a copy into it may not have been done."""
         return [self._evict(slot)] if slot in self._pool.kept else []
 
+    def forget_all(self) -> None:
+        """Keep nothing of what is kept."""
+        for slot in list(self._pool.kept):
+            self._evict(slot)
+
     def check_integrity(self) -> None:
         """Assert that what is kept is within its budget."""
         assert self._pool.kept_tokens <= self._budget_tokens

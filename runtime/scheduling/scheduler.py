@@ -175,6 +175,19 @@ class Scheduler:
         self._kv_ops = list(dict.fromkeys(self._kv_ops))
         return failed
 
+    def restart(self) -> list[Sequence]:
+        """The backend has lost all keys and values, and the step in flight did not happen: whoever
+        ran waits with its tokens until they are computed again; returns those."""
+        self._in_flight = None
+        self._kv_ops = []
+        interrupted = list(self._running.values())
+        for sequence in interrupted:
+            sequence.cached_len = 0
+            self._interrupt(sequence)
+        self._prefixes.forget_all()
+        self._kv_ops = []  # the slots are empty
+        return interrupted
+
     def read_kv(self, text: list[int]) -> KvRead | None:
         """Ask for the keys and values of as much of a text as is there, in the next step; None
         where nothing is."""

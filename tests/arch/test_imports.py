@@ -18,6 +18,7 @@ LEAVES = (
     "manifest",
     "encoder.manifest",
     "machine",
+    "child",
 )
 
 # What exporters and runtime have in common: the package, errors, and how both judge a package.
@@ -190,6 +191,7 @@ def test_permissions_for_foreign_packages_are_used() -> None:
         ("scheduling.fairness", ("numpy", "onnxruntime", "tokenizers")),
         ("scheduling.slots", ("numpy", "onnxruntime", "tokenizers")),
         ("cli", ("numpy", "onnxruntime", "tokenizers", "jinja2")),
+        ("child.entry", ("numpy", "onnxruntime", "tokenizers", "jinja2", "psutil")),
     ],
 )
 def test_importing_it_does_not_load(module: str, absent: tuple[str, ...]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from piped import piped
+
 from headrace.backends.fake import FakeBackend, scripted_logits
 from headrace.runtime.answer import Request, StepEvent
 from headrace.runtime.api import Runtime
@@ -13,6 +15,8 @@ from headrace.runtime.core import FinishReason, RowResult, SampledToken, StepPla
 from headrace.runtime.engine import Engine
 from headrace.runtime.scheduling.limits import Limits
 from headrace.runtime.text import TextStream
+
+across_pipes = False  # whether backends of engines stand at the other end of pipes
 
 EOS = 0
 LETTERS = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
@@ -45,8 +49,8 @@ def make_text(config: GenerationConfig) -> TextStream:
 
 
 def make_engine(backend: FakeBackend | None = None, **options: Any) -> Engine:
-    config = EngineConfig.from_dict(options)
-    return Engine(backend or FakeBackend(max_slots=16), make_text, [EOS], config)
+    config, made = EngineConfig.from_dict(options), backend or FakeBackend(max_slots=16)
+    return Engine(piped(made) if across_pipes else made, make_text, [EOS], config)
 
 
 def make_runtime(backend: FakeBackend | None = None, **options: Any) -> Runtime:

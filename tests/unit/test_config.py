@@ -56,6 +56,7 @@ BAD_ENGINE: dict[str, list[Any]] = {
     "batch_entropy_cap_nats": [-0.1, NAN, INF, "1.2", True],
     "target": ["", 3],
     "form": ["", 3],
+    "isolated": [None, 1, "yes"],
 }
 GOOD_GENERATION: list[dict[str, Any]] = [
     {},

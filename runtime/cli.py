@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from headrace.runtime.commands import serve, stored  # which import nothing before they run
+from headrace.runtime.commands.options import (
+    MODEL_HELP,
+    add_draft,
+    add_machine,
+    add_package,
+    add_sampling,
+    engine_options,
+    sampling_options,
+)
 from headrace.runtime.errors import ConfigError, HeadraceError
 
-MODEL_HELP = "package, GGUF file, Hugging Face folder, or a name that `headrace list` shows"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
 
 
@@ -77,11 +85,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run(commands: Any) -> None:
-    parser = commands.add_parser("run", help="answer one prompt, word by word")
-    _add_package(parser)
-    parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads standard input")
-    _add_draft(parser)
-    _add_sampling(parser)
+    parser = commands.add_parser("run", help="answer one prompt, word by word, or a file of them")
+    add_package(parser)
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the question; - reads standard input"
+    )
+    group = parser.add_argument_group(
+        "many prompts", "Decoded together. A run that was ended is taken up by the same command."
+    )
+    group.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help='JSON lines: {"prompt": TEXT} or {"messages": [...]}, with options of their own',
+    )
+    group.add_argument("--output", type=Path, metavar="FILE", help="answers, in the same order")
+    add_draft(parser)
+    add_sampling(parser)
     group = parser.add_argument_group(
         "form of the answer", "At most one; what does not fit is not written."
     ).add_mutually_exclusive_group()
@@ -95,9 +115,9 @@ def _add_run(commands: Any) -> None:
 
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with the model")
-    _add_package(parser)
-    _add_draft(parser)
-    _add_sampling(parser)
+    add_package(parser)
+    add_draft(parser)
+    add_sampling(parser)
     parser.set_defaults(command=_chat)
 
 
@@ -119,14 +139,14 @@ def _add_embed(commands: Any) -> None:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer over HTTP, as OpenAI's API does")
     serve.add_arguments(parser)
-    _add_draft(parser)
-    _add_machine(parser)
+    add_draft(parser)
+    add_machine(parser)
     parser.set_defaults(command=_serve)
 
 
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure this machine with this package")
-    _add_package(parser)
+    add_package(parser)
     parser.add_argument(
         "--batch",
         type=_counts,
@@ -190,89 +210,15 @@ def _add_plan(commands: Any) -> None:
     parser.set_defaults(command=_plan)
 
 
-def _add_package(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    _add_machine(parser)
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machine")
-    group.add_argument("--device", default="auto", help="auto (default), cuda or cpu")
-    group.add_argument("--threads", type=int, metavar="N", help="threads inside the model")
-    group.add_argument("--context-tokens", type=int, metavar="N", help="longest sequence")
-    group.add_argument("--target", metavar="NAME", help="which of the package's targets")
-    group.add_argument(
-        "--max-draft-tokens", type=int, metavar="N", help="guessed ahead in a step; 0 for none"
-    )
-
-
-def _add_draft(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--draft", metavar="MODEL", help="smaller one with the same tokens that guesses ahead"
-    )
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "sampling", "Defaults are the model's own; without one, 512 new tokens at most."
-    )
-    for name, kind in _SAMPLING.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
-    parser.add_argument("--system", metavar="TEXT", help="system message")
-
-
-_SAMPLING = {
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "seed": int,
-}
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `EngineConfig` that were set.
-
-    Raises:
-        ConfigError: a value is out of range; found before a model is looked for.
-        HeadraceError: there is no such draft model.
-    """
-    from headrace.runtime.commands.models import find_model
-    from headrace.runtime.config import EngineConfig
-
-    options = {
-        "num_threads": args.threads,
-        "context_tokens": args.context_tokens,
-        "target": args.target,
-        "max_draft_tokens": args.max_draft_tokens,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
-    EngineConfig.from_dict(options)
-    if draft := getattr(args, "draft", None):  # not where single steps are measured
-        options["draft_package"] = str(find_model(draft).package)
-    return options
-
-
-def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `GenerationConfig` that were set.
-
-    Raises:
-        ConfigError: a value is out of range; found before a model is loaded.
-    """
-    from headrace.runtime.config import GenerationConfig
-
-    names = (*_SAMPLING, "stop")
-    options = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
-    GenerationConfig.from_dict(options)
-    return options
-
-
 def _run(args: argparse.Namespace) -> int:
     from headrace.runtime.commands import run
 
+    run.check_prompts(args)
     options = sampling_options(args) | run.grammar_option(args)
+    if args.input is not None:
+        from headrace.runtime.commands import run_many
+
+        return run_many.run_many(args, engine_options(args), options)
     return run.run(args, engine_options(args), options)
 
 

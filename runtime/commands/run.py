@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from headrace.runtime.api import Runtime
@@ -31,9 +32,7 @@ def run(
     """
     prompt = read_prompt(args.prompt)
     model = find_model(args.model)
-    raw = args.raw or read_manifest(model.package).tokenizer.chat_template is None
-    if raw and args.system is not None:
-        raise ConfigError("--system", args.system, "no system message where no template is used")
+    raw = uses_raw_text(args, model.package)
     with Runtime.load(model.package, args.device, max_sequences=1, **engine_options) as runtime:
         options = with_limit(runtime, sampling_options)
         start = time.perf_counter()
@@ -50,6 +49,28 @@ def run(
         if model.is_new:
             say(_in_words(speed))
     return 0
+
+
+def check_prompts(args: argparse.Namespace) -> None:
+    """Raises ConfigError: not one of a prompt and a file of them, or no place for answers."""
+    if (args.prompt is None) == (args.input is None):
+        raise ConfigError("PROMPT", args.prompt, "a prompt, or --input FILE with --output FILE")
+    if (args.input is None) != (args.output is None):
+        raise ConfigError("--output", None, "--input FILE and --output FILE together")
+    if args.input is not None and args.json:
+        raise ConfigError("--json", True, "a single prompt; --output is JSON as it is")
+
+
+def uses_raw_text(args: argparse.Namespace, package: Path) -> bool:
+    """Whether prompts go to the model as they are, without a chat template.
+
+    Raises:
+        ConfigError: and a system message has no place.
+    """
+    raw = args.raw or read_manifest(package).tokenizer.chat_template is None
+    if raw and args.system is not None:
+        raise ConfigError("--system", args.system, "no system message where no template is used")
+    return bool(raw)
 
 
 def grammar_option(args: argparse.Namespace) -> dict[str, Any]:

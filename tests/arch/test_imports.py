@@ -91,7 +91,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "safetensors": ("exporters.checkpoint", "exporters.train"),
     "torch": ("exporters.train",),
     "platformdirs": ("runtime.store.places",),
-    "filelock": ("runtime.store",),
+    "filelock": ("runtime.store", "runtime.commands.answer_file"),
     "rich": ("exporters.cli",),
     "pydantic": ("runtime.server",),
     "starlette": ("runtime.server",),

@@ -113,6 +113,8 @@ def test_sampling_options_reach_the_request(
         (["--device", "gpu"], "device='gpu'"),
         (["--target", "nothing"], "target='nothing'"),
         (["--raw", "--system", "Be brief."], "--system"),
+        (["--input", "lines.jsonl", "--output", "answers.jsonl"], "PROMPT='hello'"),
+        (["--output", "answers.jsonl"], "--input FILE and --output FILE together"),
     ],
 )
 def test_values_out_of_range_are_wrong_usage(
@@ -130,7 +132,6 @@ def test_values_out_of_range_are_wrong_usage(
         [],
         ["fly"],
         ["run"],
-        ["run", "DIR"],
         ["run", "DIR", "hello", "--top-k", "many"],
         ["bench", "DIR", "--batch", "1,x"],
         ["bench", "DIR", "--batch", "0"],

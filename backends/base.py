@@ -32,6 +32,7 @@ class Capabilities:
         exact_rows: a row's logits are the same bits whatever its company and chunking.
         kv_identity: backends that agree in it can read each other's KV: of the same weights, in the
             same layout.
+        hidden_size: of the hidden states that outputs carry; 0 where they carry none.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Capabilities:
     kv_budget_tokens: int
     exact_rows: bool
     kv_identity: str
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class StepOutput:
             Valid as long as the logits.
         kv_reads: what the plan's `KvRead` operations asked for, in their order;
             `num_tokens * kv_bytes_per_token` bytes each.
+        hidden: float32 [num_logits, hidden], the states that the logits were made from; None where
+            `Capabilities.hidden_size` is 0. Valid as long as the logits.
     """
 
     logits: NDArray[np.float32]
@@ -97,6 +101,7 @@ class StepOutput:
     model_ms: float
     probabilities: Probabilities | None = None
     kv_reads: tuple[bytes, ...] = ()
+    hidden: NDArray[np.float32] | None = None
 
 
 class Backend(Protocol):

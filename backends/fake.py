@@ -84,6 +84,7 @@ class FakeBackend:
         fail_at: numbers of the steps, counted from 0, that raise a `BackendError`.
         die_at: numbers of steps at which everything in the slots is lost (EngineProcessError).
         delay_ms: time that a step takes, spent asleep as if inside native code.
+        gives_hidden: hidden states, too: the prefix itself, float32 [context_tokens], -1 behind it.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class FakeBackend:
         fail_at: Collection[int] = (),
         die_at: Collection[int] = (),
         delay_ms: float = 0.0,
+        gives_hidden: bool = False,
     ) -> None:
         self.capabilities = Capabilities(
             name="fake",
@@ -111,6 +113,7 @@ class FakeBackend:
             ),
             exact_rows=True,
             kv_identity="fake",
+            hidden_size=context_tokens if gives_hidden else 0,
         )
         self.closed = False
         self._logits = logits or hashed_logits(vocab_size)
@@ -143,14 +146,17 @@ class FakeBackend:
         reads = apply_kv_ops(self._kv, plan.kv_ops)
         slots = [row.slot for row in plan.rows]
         _require(slots == sorted(set(slots)), f"slots {slots} are not ascending")
-        logits = [values for row in plan.rows for values in self._append(row)]
+        prefixes = [prefix for row in plan.rows for prefix in self._append(row)]
+        logits = [self._logits(prefix) for prefix in prefixes]
         _require(
             self.held_tokens <= self.capabilities.kv_budget_tokens,
             f"{self.held_tokens} tokens exceed the KV budget",
         )
         stacked = np.array(logits, np.float32).reshape(-1, self.capabilities.vocab_size)
         model_ms = (time.perf_counter() - start) * 1e3
-        self._output = step, StepOutput(stacked, entropy_nats(stacked), model_ms, None, reads)
+        hidden = self._hidden(prefixes) if self.capabilities.hidden_size else None
+        entropies = entropy_nats(stacked)
+        self._output = step, StepOutput(stacked, entropies, model_ms, None, reads, hidden)
         return step
 
     def collect(self, ticket: int) -> StepOutput:
@@ -165,8 +171,14 @@ class FakeBackend:
         self.closed = True
         self._kv = _Slots(len(self._kv.held))
 
-    def _append(self, row: Row) -> list[NDArray[np.float32]]:
-        """Write a row to its slot; logits of its last `num_logits` tokens."""
+    def _hidden(self, prefixes: list[list[int]]) -> NDArray[np.float32]:
+        states = np.full((len(prefixes), self.capabilities.hidden_size), -1, np.float32)
+        for state, prefix in zip(states, prefixes, strict=True):
+            state[: len(prefix)] = prefix
+        return states
+
+    def _append(self, row: Row) -> list[list[int]]:
+        """Write a row to its slot; the prefixes that its `num_logits` logits are of."""
         caps, held = self.capabilities, self._kv.held[row.slot]
         _require(0 < len(row.tokens) <= caps.max_row_tokens, f"{row} has too many or no tokens")
         _require(row.past_len <= len(held), f"{row} says more is cached than {len(held)} tokens")
@@ -175,7 +187,7 @@ class FakeBackend:
         del held[row.past_len :]
         held += row.tokens
         ends = range(len(held) - row.num_logits + 1, len(held) + 1)
-        return [self._logits(held[:end]) for end in ends]
+        return [held[:end] for end in ends]
 
 
 def entropy_nats(logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""`runtime-export SOURCE -o DIR`: a checkpoint becomes a package."""
+"""`runtime-export SOURCE -o DIR`: a checkpoint becomes a package; and what is done to packages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.exporters.cuda_target import CUDA_TARGETS
 from headrace.exporters.encoder_package import EncoderExport, export_encoder, is_encoder_source
+from headrace.exporters.heads import cli as heads_cli
 from headrace.exporters.options import (
     CPU_TARGET,
     DEFAULT_FORMS,
@@ -32,10 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows another
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in heads_cli.COMMANDS:
+        args = heads_cli.parse(words[0], words[1:])
+    else:
+        args = _parser().parse_args(words)
+        args.run = _export
     try:
         with _cleaning_up_when_terminated(), _progress_bar(args.quiet) as progress:
-            summary = _export(args, progress)
+            summary: str = args.run(args, progress)
     except ConfigError as error:
         return _complain(error, 2)
     except (HeadraceError, OSError) as error:
@@ -44,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain("ran out of memory; nothing was written", 1)
     except KeyboardInterrupt:
         kept = "; nothing was written"
-        if args.qat is not None:
+        if getattr(args, "is_resumable", False) or getattr(args, "qat", None) is not None:
             kept += "; the same command goes on with the training"
         return _complain(f"interrupted{kept}", 130)
     if not args.quiet:
@@ -96,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {p.name:11} {p.summary}" for p in PRECISIONS.values())
         + "\n\ntargets:\n"
         + f"  {CPU_TARGET:11} graphs for the CPU, in the chosen precision\n"
-        + "\n".join(f"  {t.name:11} {t.summary}" for t in CUDA_TARGETS.values()),
+        + "\n".join(f"  {t.name:11} {t.summary}" for t in CUDA_TARGETS.values())
+        + f"\n\nother commands, each with --help: {', '.join(heads_cli.COMMANDS)}",
     )
     parser.add_argument("source", type=Path, help="GGUF file or Hugging Face folder")
     parser.add_argument("-o", "--output", type=Path, required=True, help="package folder to make")

@@ -49,4 +49,5 @@ def decoder_parts(
         head_format=fmt,
         kv_scales=None,
         head_matrix=None if rotated is None else rotated.head_matrix,
+        plain_basis=None if rotated is None else rotated.plain_basis,
     )

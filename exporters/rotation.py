@@ -153,6 +153,21 @@ class RotatedSource:
 
         return matrix
 
+    @property
+    def plain_basis(self) -> Callable[[], tuple[Float, Float]] | None:
+        """See `DecoderParts`: h = g Q' n for a normed state n; with a tied head n @ M = h Q."""
+        rotation = self._rotation
+        if rotation is None:
+            return None
+
+        def matrices() -> tuple[Float, Float]:
+            if self._spec.tied_embeddings:
+                return np.ascontiguousarray(rotation.T), rotation
+            gain = self._source.vector(f"{self._spec.final_norm}.weight")
+            return np.asarray(rotation.T * gain), np.asarray(rotation / gain[:, None])
+
+        return matrices
+
     def _rotated(self, name: str, weight: Float) -> Float:
         if name in self._outputs:
             weight = self._by_head(weight)

@@ -10,7 +10,7 @@ from headrace.backends.base import StepOutput
 from headrace.runtime.chat.tool_calls import ToolCall
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.core import FinishReason, Row, SampledToken, Sequence
+from headrace.runtime.core import FinishReason, Row, RowResult, SampledToken, Sequence
 from headrace.runtime.sampling.sampler import Sampler
 
 
@@ -50,6 +50,19 @@ class Answer:
     matched_stop: str | int | None = None
     new_text: str = ""
     error: Exception | None = None
+
+    def take(self, row: Row, output: StepOutput, line: int) -> RowResult:
+        """`draw` a row of a plan, if it has logits; what goes wrong in it ends the answer."""
+        finish: FinishReason | None = None
+        self.sampled = ()
+        if row.num_logits:
+            try:
+                finish = self.draw(row, output, line)
+            except Exception as error:  # a request fails alone, whatever it was
+                self.error, finish = error, FinishReason.ERROR
+        result = RowResult(row.seq_id, self.sampled, finish)
+        self.num_accepted = result.num_accepted(row.drafts)
+        return result
 
     def draw(self, row: Row, output: StepOutput, line: int) -> FinishReason | None:
         """Draw and accept tokens as long as they are what was drafted; STOP where one ends the

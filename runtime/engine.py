@@ -26,13 +26,13 @@ from headrace.runtime.answer import Answer, Request, StepEvent, Text
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
-    FinishReason,
     RowResult,
     Sequence,
     StepPlan,
     StepRecord,
     StepResult,
 )
+from headrace.runtime.draft_heads import DraftHeads
 from headrace.runtime.draft_model import DraftModel
 from headrace.runtime.drafting.drafter import Drafter, num_drafts
 from headrace.runtime.errors import (
@@ -63,6 +63,7 @@ class Engine:
         grammars: for requests with a grammar, which are refused without it.
         drafter: instead of the one that `config` asks for.
         draft_backend: of a smaller model of the same vocabulary that guesses; as `backend`.
+        draft_heads: that guess from the hidden states of `backend`.
 
     Raises:
         whatever `load` of a backend raises.
@@ -78,6 +79,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         drafter: Drafter | None = None,
         draft_backend: Backend | None = None,
+        draft_heads: DraftHeads | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.capabilities = backend.load()
@@ -88,6 +90,7 @@ class Engine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._limits = engine_limits(self.config, self.capabilities)
         self._draft_model: DraftModel | None = None
+        self._draft_heads = draft_heads
         self._drafter = drafter or self._make_drafter(draft_backend)
         self._scheduler = Scheduler(self._limits, fairness, self._drafter)
         self._scratch = Scratch(self.capabilities.vocab_size)
@@ -279,8 +282,9 @@ class Engine:
             self._drop(answer)
         self._transfers.fail(self.closed_by)
         self._backend.close()
-        if self._draft_model is not None:
-            self._draft_model.close()
+        for guesser in (self._draft_model, self._draft_heads):
+            if guesser is not None:
+                guesser.close()
         return events
 
     def check_integrity(self) -> None:
@@ -308,7 +312,7 @@ class Engine:
                 lambda seq_id, *where: self._answers[seq_id].guess(*where),
             )
         cap_nats, pool_tokens = config.batch_entropy_cap_nats, config.draft_pool_tokens
-        return Drafter(max_drafts, cap_nats, pool_tokens, self._draft_model)
+        return Drafter(max_drafts, cap_nats, pool_tokens, self._draft_model, self._draft_heads)
 
     def _sample(self, plan: StepPlan, output: StepOutput) -> list[tuple[Answer, RowResult]]:
         """Draw the tokens of every row with logits, in the order of the plan."""
@@ -316,17 +320,10 @@ class Engine:
         line = 0
         for row in plan.rows:
             answer = self._answers[row.seq_id]
-            finish: FinishReason | None = None
-            answer.sampled = ()
-            if row.num_logits:
-                first, line = line, line + row.num_logits
-                try:
-                    finish = answer.draw(row, output, first)
-                except Exception as error:  # a request fails alone, whatever went wrong in it
-                    answer.error, finish = error, FinishReason.ERROR
-            result = RowResult(row.seq_id, answer.sampled, finish)
-            answer.num_accepted = result.num_accepted(row.drafts)
-            stepped.append((answer, result))
+            stepped.append((answer, answer.take(row, output, line)))
+            if self._draft_heads is not None and answer.sampled:
+                self._draft_heads.keep(answer.sequence, len(answer.sampled), output, line)
+            line += row.num_logits
         return stepped
 
     def _emit(self, answers: Iterable[Answer]) -> list[StepEvent]:

@@ -10,10 +10,12 @@ from typing import Any
 
 from headrace.backends.base import Backend
 from headrace.backends.cpu_avx512.encoder import CpuEncoder
+from headrace.backends.heads import CpuHeads
 from headrace.backends.isolated.backend import IsolatedBackend
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.draft_heads import DraftHeads
 from headrace.runtime.encoder.embedder import Embedder, load_tokenizer
 from headrace.runtime.encoder.manifest import read_encoder_manifest
 from headrace.runtime.engine import Engine
@@ -48,7 +50,13 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
         eos_token_ids = manifest.tokenizer.eos_token_ids
         grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, eos_token_ids)
         engine = Engine(
-            backend, make_text, eos_token_ids, config, grammars=grammars, draft_backend=draft
+            backend,
+            make_text,
+            eos_token_ids,
+            config,
+            grammars=grammars,
+            draft_backend=draft,
+            draft_heads=_draft_heads(folder, manifest, config),
         )
         runtime = Runtime(engine, tokenizer, default_config=defaults, chat_template=template)
     except BaseException:
@@ -98,6 +106,21 @@ def _draft_backend(
         )
     options = replace(config, draft_package=None, target=None, form=None, num_threads=1)
     return _backend("cpu", draft, small, options)
+
+
+def _draft_heads(folder: Path, manifest: Manifest, config: EngineConfig) -> DraftHeads | None:
+    """Those of the target that the CPU runs, if it has some and drafts are wanted.
+
+    Raises:
+        PackageError: they cannot be read.
+    """
+    cpu = [target for target in manifest.targets if target.device == "cpu"]
+    wanted = config.target or (cpu[0].name if cpu else None)
+    target = next((target for target in cpu if target.name == wanted), None)
+    if target is None or target.heads is None or config.max_draft_tokens == 0:
+        return None
+    hidden_size = manifest.model.hidden_size
+    return DraftHeads(CpuHeads(folder, target, hidden_size, probe_hardware()))
 
 
 def load_embedder(folder: Path, num_threads: int | None) -> Embedder:

@@ -64,6 +64,10 @@ POSITIONS = "positions"  # int64 [N], where a model has learned positions
 ARGMAX = "argmax"  # int64 [R]: the likeliest token
 HEAD_MATRIX = "head.matrix"  # a weight: what the last hidden state is multiplied with, if rotated
 HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final norm
+# Of the graph of heads: S states, K heads, the likeliest tokens of each head first.
+NUM_CANDIDATES = "num_candidates"  # int64 [1]: C
+HEAD_TOKENS = "head_tokens"  # int64 [K, S, C]
+HEAD_PROBABILITIES = "head_probabilities"  # float32 [K, S, C]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,25 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsInfo:
+    """Medusa heads on the hidden states of a target.
+
+    Attributes:
+        file: their graph, which has a weight file of its own.
+        num_heads: tokens that they guess, beyond the one that the model's own head gives.
+        vocab_size: tokens that they choose among.
+        weight_bytes: of their weight file.
+        source: what they were read from.
+    """
+
+    file: str
+    num_heads: int
+    vocab_size: int
+    weight_bytes: int
+    source: SourceInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInfo:
     """One set of graphs for one kind of device.
 
@@ -165,7 +188,7 @@ class TargetInfo:
         name: folder, e.g. "cpu_int8".
         device: "cpu" or "cuda".
         precision: the `--precision` it was exported with.
-        weight_bytes: of all weight files together.
+        weight_bytes: of all weight files together, without those of heads.
     """
 
     name: str
@@ -175,6 +198,7 @@ class TargetInfo:
     graphs: tuple[GraphInfo, ...]
     tensors: tuple[TensorInfo, ...]
     weight_bytes: int
+    heads: HeadsInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +240,7 @@ def read_manifest(folder: Path, *, verify_hashes: bool = False) -> Manifest:
     needed = [manifest.tokenizer.file]
     needed += [manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else []
     needed += [graph.file for target in manifest.targets for graph in target.graphs]
+    needed += [target.heads.file for target in manifest.targets if target.heads is not None]
     check_files(folder, needed, manifest.files, verify_hashes)
     return manifest
 

@@ -37,6 +37,7 @@ from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemor
 from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import (
     BLOCK_MAXIMA,
+    HIDDEN,
     LOGITS,
     MAX_ROW_TOKENS,
     GraphInfo,
@@ -90,6 +91,7 @@ class CpuBackend:
         self._inputs = frozenset(graph.inputs)
         outputs = {output.name for output in self._session.get_outputs()}
         self._gives_probabilities = BLOCK_MAXIMA in outputs
+        self._hidden_size = self._manifest.model.hidden_size if HIDDEN in outputs else 0
         self._ragged = graph.form != "uniform"
         model = self._manifest.model
         context = min(model.context_tokens, self._config.context_tokens or model.context_tokens)
@@ -115,6 +117,7 @@ class CpuBackend:
             kv_bytes_per_token=target.kv_cache.bytes_per_token,
             kv_budget_tokens=self._kv_budget_tokens(target, context),
             kv_identity=kv_identity(self._folder, target),
+            hidden_size=self._hidden_size,
             exact_rows=cache != "float32"
             and (kernels.exact_4bit or not any(name.endswith("/4bit") for name in formats)),
         )
@@ -148,6 +151,7 @@ class CpuBackend:
         logits, room = self._buffers(num_logits)
         entropy = np.empty(num_logits, np.float32)
         probabilities = room if self._is_sampled(rows) else None
+        hidden = np.empty((num_logits, self._hidden_size), np.float32)
         model_ms = 0.0
         for call in calls:
             out = self._run_call([part.row for part in call])
@@ -159,8 +163,11 @@ class CpuBackend:
                 logits[here], entropy[here] = out.logits[there], out.entropy_nats[there]
                 if probabilities is not None and out.probabilities is not None:
                     probabilities.assign(here, out.probabilities.rows(there))
+                if out.hidden is not None:
+                    hidden[here] = out.hidden[there]
                 done = there.stop
-        return StepOutput(logits, entropy, model_ms, probabilities)
+        states = hidden if self._hidden_size else None
+        return StepOutput(logits, entropy, model_ms, probabilities, (), states)
 
     def _run_call(self, rows: Sequence[Row]) -> StepOutput:
         step = self._bound_step(rows)
@@ -171,7 +178,8 @@ class CpuBackend:
         model_ms = (time.perf_counter() - start) * 1e3
         n = step.num_logits
         probabilities = None if step.probabilities is None else step.probabilities.rows(slice(n))
-        return StepOutput(step.logits[:n], step.entropy[:n], model_ms, probabilities)
+        hidden = None if step.hidden is None else step.hidden[:n]
+        return StepOutput(step.logits[:n], step.entropy[:n], model_ms, probabilities, (), hidden)
 
     def _is_sampled(self, rows: Sequence[Row]) -> bool:
         """Whether probabilities are wanted, and the graph has them."""
@@ -195,6 +203,7 @@ class CpuBackend:
             logits,
             self._inputs,
             probabilities if sampled else None,
+            self._hidden_size,
         )
         self._bound[key] = step
         if len(self._bound) > _MAX_BOUND_STEPS:

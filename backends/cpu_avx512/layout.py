@@ -82,8 +82,10 @@ class BoundStep:
         logits_buffer: NDArray[np.float32],
         inputs: frozenset[str],
         probabilities_buffer: Probabilities | None,
+        hidden_size: int,
     ) -> None:
-        """`probabilities_buffer`: where they go, if the step is to compute them."""
+        """`probabilities_buffer`: where they go, if the step is to compute them. `hidden_size` is 0
+        where the graph does not give hidden states."""
         indices = step_indices(key)
         self.num_logits = len(indices.logits_index)
         # A chunk in the middle of a prompt needs no logits; the graph computes one row anyway.
@@ -116,6 +118,11 @@ class BoundStep:
         self._outputs = [value(self.logits), value(self.entropy)]
         binding.bind_ortvalue_output(io.LOGITS, self._outputs[0])
         binding.bind_ortvalue_output(io.ENTROPY, self._outputs[1])
+        self.hidden = None
+        if hidden_size:
+            self.hidden = np.zeros((rows, hidden_size), np.float32)
+            self._outputs.append(value(self.hidden))
+            binding.bind_ortvalue_output(io.HIDDEN, self._outputs[-1])
         self.probabilities = None
         if probabilities_buffer is not None:
             self.probabilities = given = probabilities_buffer.rows(slice(rows))

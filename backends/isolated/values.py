@@ -86,6 +86,8 @@ def encode_output(output: StepOutput) -> tuple[Header, list[memoryview | bytes]]
     arrays = [output.logits, output.entropy_nats]
     if (given := output.probabilities) is not None:
         arrays += [given.values, given.block_maxima, given.block_sums]
+    if output.hidden is not None:
+        arrays.append(output.hidden)
     header = {
         "model_ms": output.model_ms,
         "num_logits": len(output.logits),
@@ -100,7 +102,7 @@ def max_output_bytes(plan: StepPlan, caps: Capabilities) -> int:
     """How long the body of a step's output may be."""
     padded = -(-caps.vocab_size // PROBABILITY_BLOCK) * (PROBABILITY_BLOCK + 2)
     reads = sum(op.num_tokens for op in plan.kv_ops if isinstance(op, KvRead))
-    floats = plan.num_logits * (caps.vocab_size + 1 + padded)
+    floats = plan.num_logits * (caps.vocab_size + 1 + padded + caps.hidden_size)
     return 4 * floats + reads * caps.kv_bytes_per_token
 
 
@@ -129,12 +131,13 @@ def decode_output(header: Mapping[str, Any], body: memoryview, caps: Capabilitie
             blocks = -(-caps.vocab_size // PROBABILITY_BLOCK)
             widths = (blocks * PROBABILITY_BLOCK, blocks, blocks)
             probabilities = Probabilities(*[array(num_logits, width) for width in widths])
+        hidden = array(num_logits, caps.hidden_size) if caps.hidden_size else None
         reads = []
         for size in sizes:
             reads.append(bytes(body[done : done + size]))
             done += size
         _require(done == len(body))
-        return StepOutput(logits, entropy, model_ms, probabilities, tuple(reads))
+        return StepOutput(logits, entropy, model_ms, probabilities, tuple(reads), hidden)
 
     return _checked(decode)
 

@@ -57,7 +57,7 @@ def _open(
     with ExitStack() as resources:
         tensors: dict[str, LazyTensor] = {}
         for file in files:
-            for name, tensor in _open_shard(file, resources).items():
+            for name, tensor in open_shard(file, resources).items():
                 if shard_of is not None and shard_of.get(name) != file:
                     continue  # the index does not use it
                 if name in tensors:
@@ -84,7 +84,12 @@ def _open(
         )
 
 
-def _open_shard(file: Path, resources: ExitStack) -> dict[str, LazyTensor]:
+def open_shard(file: Path, resources: ExitStack) -> dict[str, LazyTensor]:
+    """The tensors of one safetensors file, which stays open as long as `resources`.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
     try:
         handle = resources.enter_context(safe_open(file, framework="numpy"))
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118

@@ -55,6 +55,8 @@ class DecoderParts:
         head_matrix: float32 [hidden, hidden] that the last hidden state is multiplied with before
             the head, or None.
         adds_biases: False where another rank has the biases of what ranks sum up.
+        plain_basis: matrices [hidden, hidden] that turn states before the head, as rows, into those
+            of the checkpoint, and back; None where they are these.
     """
 
     spec: DecoderSpec
@@ -65,6 +67,7 @@ class DecoderParts:
     kv_scales: KvScales | None
     head_matrix: Callable[[], Float] | None = None
     adds_biases: bool = True
+    plain_basis: Callable[[], tuple[Float, Float]] | None = None
 
 
 def build_decoder(
@@ -196,16 +199,7 @@ class Decoder:
             logits = emit(g, hidden, weight)
             if g.activations is not np.float32:
                 logits = g.cast(logits, np.float32)
-            if spec.logits_softcap is None:
-                return logits
-            cap, inverse = (
-                g.constant(name, np.array(factor, np.float32))
-                for name, factor in (
-                    ("logits_softcap", spec.logits_softcap),
-                    ("logits_softcap_inverse", 1 / spec.logits_softcap),
-                )
-            )
-            return g.op("Mul", g.op("Tanh", g.op("Mul", logits, inverse)), cap)
+            return soft_capped(g, logits, spec.logits_softcap)
 
     def _entropy(self, logits: ir.Value) -> ir.Value:
         """float32 [R, vocab] -> nats [R].
@@ -306,6 +300,17 @@ class Decoder:
         assert stored.shape is not None
         self.g.store.describe(name, stored.shape.numpy(), "fp32")
         return stored
+
+
+def soft_capped(g: GraphBuilder, logits: ir.Value, cap: float | None) -> ir.Value:
+    """cap * tanh(logits / cap), or the logits themselves."""
+    if cap is None:
+        return logits
+    factor, inverse = (
+        g.constant(name, np.array(value, np.float32))
+        for name, value in (("logits_softcap", cap), ("logits_softcap_inverse", 1 / cap))
+    )
+    return g.op("Mul", g.op("Tanh", g.op("Mul", logits, inverse)), factor)
 
 
 def _ints(*values: int) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from headrace.runtime.drafting.acceptance import AcceptanceTable, History
 from headrace.runtime.drafting.asking import ModelAsker
 from headrace.runtime.drafting.budget import StepCost, draft_lengths
 from headrace.runtime.drafting.guess import Guess, Option
+from headrace.runtime.drafting.heads import Heads, HeadsAsker
 from headrace.runtime.drafting.model import Model
 from headrace.runtime.drafting.ngram import NgramIndex
 from headrace.runtime.drafting.pool import NgramPool, PoolText
@@ -35,6 +36,7 @@ class _State:
     __slots__ = (
         "entropy_nats",
         "guess",
+        "heads_history",
         "history",
         "index",
         "mean_entropy_nats",
@@ -44,7 +46,7 @@ class _State:
 
     def __init__(self) -> None:
         self.index, self.pooled = NgramIndex(), PoolText()
-        self.history, self.model_history = History(), History()
+        self.history, self.model_history, self.heads_history = History(), History(), History()
         self.entropy_nats = self.mean_entropy_nats = 0.0
         self.guess: Guess | None = None  # whose beginning is the draft in flight
 
@@ -60,6 +62,7 @@ class Drafter:
             of its own and gets none.
         pool_tokens: of all answers that are kept to draft from; 0 for a sequence's own text alone.
         model: a draft model, beside n-grams.
+        heads: on the model's hidden states, likewise.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Drafter:
         batch_entropy_cap_nats: float | None = None,
         pool_tokens: int = 0,
         model: Model | None = None,
+        heads: Heads | None = None,
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
         self._cap_nats = math.inf if batch_entropy_cap_nats is None else batch_entropy_cap_nats
@@ -75,12 +79,14 @@ class Drafter:
         self._table = AcceptanceTable()
         self._pool = NgramPool(pool_tokens) if pool_tokens else None
         self._asker = None if model is None else ModelAsker(model, self._table)
+        self._heads = None if heads is None else HeadsAsker(heads, self._table)
         self._states: dict[int, _State] = {}
 
     @property
     def model_ms(self) -> float:
-        """Time that the draft model took for the last proposal."""
-        return 0.0 if self._asker is None else self._asker.model_ms
+        """Time that draft model and heads took for the last proposal."""
+        model_ms = 0.0 if self._asker is None else self._asker.model_ms
+        return model_ms + (0.0 if self._heads is None else self._heads.heads_ms)
 
     def propose(self, sequences: Iterable[Sequence]) -> dict[int, tuple[int, ...]]:
         """Drafts by `seq_id` for sequences that decode in the next step; none for most.
@@ -101,12 +107,14 @@ class Drafter:
                 drafts[sequence.seq_id] = sequence.forced[:limit]
             elif room > 0 and state.mean_entropy_nats <= self._cap_nats:
                 guess = self._guess(state, limit, sequence.is_lossy)
-                if guess is not None or self._asker is not None:
-                    entropy_nats, history = state.entropy_nats, state.model_history
-                    options.append(Option(sequence, limit, entropy_nats, guess, history))
+                if guess is not None or self._asker is not None or self._heads is not None:
+                    histories = state.model_history, state.heads_history
+                    options.append(Option(sequence, limit, state.entropy_nats, guess, *histories))
         spent_ms = 0.0
+        if self._heads is not None:
+            spent_ms = self._heads.ask(options, self._cost, num_sequences)
         if self._asker is not None:
-            spent_ms = self._asker.ask(options, self._cost, num_sequences)
+            spent_ms += self._asker.ask(options, self._cost, num_sequences)
         found = [(option.sequence, option.guess) for option in options if option.guess is not None]
         if not found:
             return drafts
@@ -170,5 +178,7 @@ class Drafter:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         state = self._states.pop(sequence.seq_id, None)
+        if self._heads is not None:
+            self._heads.forget(sequence.seq_id)
         if state is not None:
             self._share(sequence, state)

@@ -57,6 +57,7 @@ class Option:
         entropy_nats: of its last token.
         guess: what its n-grams say.
         model_history: what it has shown with guesses of a draft model.
+        heads_history: with those of heads.
     """
 
     sequence: Sequence
@@ -64,3 +65,4 @@ class Option:
     entropy_nats: float
     guess: Guess | None
     model_history: History = field(default_factory=History)
+    heads_history: History = field(default_factory=History)

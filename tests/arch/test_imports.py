@@ -88,7 +88,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "pynvml": ("runtime.commands.doctor",),
     "onnx_ir": ("exporters",),
     "gguf": ("exporters.checkpoint",),
-    "safetensors": ("exporters.checkpoint", "exporters.train"),
+    "safetensors": ("exporters.checkpoint", "exporters.heads", "exporters.train"),
     "torch": ("exporters.train",),
     "platformdirs": ("runtime.store.places",),
     "filelock": ("runtime.store", "runtime.commands.answer_file"),

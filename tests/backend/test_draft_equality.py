@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from heads import heads_that_know, random_heads
 
+from headrace.exporters.heads.add import add_heads
+from headrace.exporters.heads.checkpoint import write_heads
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.drafting import acceptance, asking
+from headrace.runtime.drafting import acceptance, asking, budget, heads
 from headrace.runtime.errors import PackageError
 
 CONFIGS = {
@@ -73,6 +76,32 @@ def test_a_draft_model(
     drafted, accepted = answers(folder, config, draft_package=draft, draft_pool_tokens=0)
     assert drafted == plain
     assert accepted > 20 or seed
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("knows", [True, False], ids=["fitted", "random"])
+def test_draft_heads(
+    tiny_checkpoint: Callable[..., Path],
+    tiny_package: Callable[..., Path],
+    tmp_path: Path,
+    config: GenerationConfig,
+    knows: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads that know one of the greedy answers, and some that know nothing."""
+    monkeypatch.setattr(heads, "TRIAL_STEPS", 0)  # asked in every step
+    monkeypatch.setattr(budget.StepCost, "__call__", lambda self, n: 1.0 + 0.01 * n)
+    folder = tiny_package("fp32" if knows else "w8a8_row", "int8")
+    plain, _ = answers(folder, config, max_draft_tokens=0)
+    known = prompts()[0], answers(folder, CONFIGS["greedy"], max_draft_tokens=0)[0][0]
+    made = heads_that_know(tiny_checkpoint(), folder, *known) if knows else random_heads()
+    write_heads(tmp_path / "heads", made)
+    package = shutil.copytree(folder, tmp_path / "package")
+    add_heads(tiny_checkpoint(), package, tmp_path / "heads")
+    drafted, accepted = answers(package, config, draft_pool_tokens=0)
+    _, by_n_grams = answers(folder, config, draft_pool_tokens=0)
+    assert drafted == plain
+    assert accepted > by_n_grams + 20 or not knows or config.temperature
 
 
 def test_a_draft_model_has_the_same_tokens(

@@ -54,7 +54,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=8,
 )
-CAPS = FakeBackend(vocab_size=130).capabilities
+CAPS = FakeBackend(vocab_size=130, context_tokens=100, gives_hidden=True).capabilities
 
 
 class Trickle(io.BytesIO):
@@ -126,12 +126,14 @@ def test_outputs_cross(num_logits: int, sampled: bool, reads: list[bytes], model
         for array in dataclasses.astuple(given):
             array[...] = generator.standard_normal(array.shape)
     logits = generator.standard_normal((num_logits, CAPS.vocab_size)).astype("f4")
-    output = StepOutput(logits, logits[:, 0].copy(), model_ms, given, tuple(reads))
+    hidden = generator.standard_normal((num_logits, CAPS.hidden_size)).astype("f4")
+    output = StepOutput(logits, logits[:, 0].copy(), model_ms, given, tuple(reads), hidden)
     frame = cross(*encode_output(output))
     again = decode_output(frame.header, frame.body, CAPS)
     assert (again.model_ms, again.kv_reads) == (model_ms, output.kv_reads)
     np.testing.assert_equal(again.logits, logits)
     np.testing.assert_equal(again.entropy_nats, output.entropy_nats)
+    np.testing.assert_equal(again.hidden, hidden)
     assert again.logits.flags.writeable
     assert (again.probabilities is None) == (given is None)
     if again.probabilities is not None and given is not None:
@@ -145,7 +147,7 @@ def test_the_longest_output_is_known() -> None:
     plan = StepPlan(0, (Row(0, 0, 0, (1, 2), 2, 1.0),), (KvRead(0, 5),))
     given = Probabilities.empty(2, CAPS.vocab_size)
     logits = np.zeros((2, CAPS.vocab_size), "f4")
-    output = StepOutput(logits, logits[:, 0].copy(), 1.0, given, (bytes(5 * 4),))
+    output = StepOutput(logits, logits[:, 0].copy(), 1.0, given, (bytes(5 * 4),), logits[:, :100])
     _, body = encode_output(output)
     assert sum(memoryview(piece).nbytes for piece in body) == max_output_bytes(plan, CAPS)
 

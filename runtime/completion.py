@@ -38,6 +38,11 @@ class TokenDelta:
     cached_tokens: int = 0
     num_accepted: int = 0
 
+    @property
+    def drafted(self) -> tuple[bool, ...]:
+        """For each token, whether it had been guessed."""
+        return tuple([i < self.num_accepted for i in range(len(self.token_ids))])
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -51,6 +56,7 @@ class Choice:
     logprobs: tuple[SampledToken, ...] | None
     entropy_nats: tuple[float, ...]
     tool_calls: tuple[ToolCall, ...] = ()
+    drafted: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +114,14 @@ class ChoiceBuilder:
     logprobs: list[SampledToken] | None = None
     entropy_nats: list[float] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
 
     def add(self, delta: TokenDelta) -> None:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.entropy_nats += delta.entropy_nats
         self.tool_calls += delta.tool_calls
+        self.drafted += delta.drafted
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
 
@@ -129,4 +137,5 @@ class ChoiceBuilder:
             None if self.logprobs is None else tuple(self.logprobs),
             tuple(self.entropy_nats),
             tuple(self.tool_calls),
+            tuple(self.drafted),
         )

@@ -33,7 +33,11 @@ PINS = ROOT / "tools" / "constraints.txt"
 PACKAGE = ROOT / ".cache" / "packages" / "smollm2"
 QUESTION = "What is the capital of France?"
 # What some tests use where it is there; they say so when they skip.
-SYSTEM_PACKAGES = {"qemu-x86_64": "qemu-user"}
+SYSTEM_PACKAGES = {
+    "qemu-x86_64": "qemu-user",
+    "chromium": "chromium",
+    "chromedriver": "chromium-driver",
+}
 
 _START = time.monotonic()
 _HEARTBEAT_S = 20.0  # a slow step says that it is alive this often
@@ -66,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-system-packages",
         action="store_true",
-        help="test: do not install qemu-user, not even as root on Debian",
+        help="test: do not install qemu-user and chromium, not even as root on Debian",
     )
     return parser
 
@@ -134,11 +138,12 @@ def install_system_packages() -> None:
     if not missing or not is_root or shutil.which("apt-get") is None:
         return
     options = ["-qq", "-y", "-o", "Acquire::Retries=1", "-o", "DPkg::Lock::Timeout=60"]
-    install = ["apt-get", "install", *options, "--no-install-recommends", *missing]
+    install = ["apt-get", "install", *options, "--no-install-recommends"]
     title = f"installing {' and '.join(missing)} for tests"
-    if not _logged(title, install, required=False):
+    if not _logged(title, [*install, *missing], required=False):
         _logged("updating the package list", ["apt-get", "update", "-qq"], required=False)
-        _logged(title, install, required=False)
+        for name in missing:  # not every system has all of them
+            _logged(f"installing {name} for tests", [*install, name], required=False)
 
 
 def say(text: str) -> None:

@@ -1,7 +1,9 @@
 """`headrace serve`: models over HTTP, in the shape of OpenAI's API (docs/server.md).
 
-    app.py        routes and what is around them     models.py     what is served, loading
-    generate.py   a request to answers               embed.py      a request to vectors
+    app.py        paths and what they share          models.py     what is served, loading
+    routes.py     every path in one table            service.py    what each of them does
+    page.py       the page at /, its files in page/  lanes.py      the live view of steps
+    generate.py   a request to answers
     schema.py     what requests may say              reply.py      what answers look like
     stream.py     events to a client that may leave  guard.py      who is let in
     problems.py   errors to statuses                 listen.py     sockets, signals, draining

@@ -14,8 +14,6 @@ from headrace.runtime.server.metrics import Metrics
 from headrace.runtime.server.options import ServerOptions
 from headrace.runtime.server.problems import ApiError
 
-_OPEN_PATHS = ("/health",)  # without a key
-
 
 class Guard:
     """Refuses what must not get further, and counts the rest.
@@ -26,13 +24,19 @@ class Guard:
     Args:
         app: what is guarded.
         paths: known ones, for metrics.
+        open_paths: those that need no key.
     """
 
     def __init__(
-        self, app: ASGIApp, options: ServerOptions, metrics: Metrics, paths: Collection[str]
+        self,
+        app: ASGIApp,
+        options: ServerOptions,
+        metrics: Metrics,
+        paths: Collection[str],
+        open_paths: Collection[str],
     ) -> None:
         self._app, self._options, self._metrics = app, options, metrics
-        self._paths = frozenset(paths)
+        self._paths, self._open_paths = frozenset(paths), frozenset(open_paths)
         self._key = None if options.api_key is None else options.api_key.encode()
         self._hosts = {"localhost", *(host.lower() for host in options.allowed_hosts)}
         self._num_working = 0
@@ -72,7 +76,7 @@ class Guard:
         if origin is not None and not self._is_own(origin, hosts[0]):
             message = f"pages of {origin[:100]!r} may not ask; start with --cors-origin to let them"
             raise ApiError(403, message, code="origin_not_allowed")
-        if self._key is not None and scope["path"] not in _OPEN_PATHS:
+        if self._key is not None and scope["path"] not in self._open_paths:
             self._check_key(headers)
         if scope["method"] == "POST" and self._num_working >= self._options.max_requests:
             message = f"{self._num_working} requests are being worked on; try again later"

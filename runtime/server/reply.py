@@ -25,20 +25,30 @@ class Usage:
 
     completion_tokens: int = 0
     _prompts: dict[int, int] = field(default_factory=dict)
+    _cached: dict[int, int] = field(default_factory=dict)
 
     def add(self, prompt_index: int, delta: TokenDelta) -> None:
         self._prompts[prompt_index] = delta.prompt_tokens
+        # Of the answers to one prompt, those after the first find what that has computed.
+        before = self._cached.get(prompt_index, delta.cached_tokens)
+        self._cached[prompt_index] = min(before, delta.cached_tokens)
         self.completion_tokens += len(delta.token_ids)
 
     @property
     def prompt_tokens(self) -> int:
         return sum(self._prompts.values())
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, those that needed no computing."""
+        return sum(self._cached.values())
+
     def to_json(self) -> Json:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -69,15 +79,22 @@ class ChatReply:
         model: its name.
         token_bytes: text of a token.
         has_logprobs: whether they were asked for.
+        has_details: whether entropy and drafts of tokens were asked for.
         one_call: whether calls after the first are left out (`parallel_tool_calls: false`).
     """
 
     def __init__(
-        self, model: str, token_bytes: TokenBytes, *, has_logprobs: bool, one_call: bool
+        self,
+        model: str,
+        token_bytes: TokenBytes,
+        *,
+        has_logprobs: bool,
+        has_details: bool,
+        one_call: bool,
     ) -> None:
         self._begin = _Begin("chatcmpl", "chat.completion", model)
         self._token_bytes, self._has_logprobs = token_bytes, has_logprobs
-        self._one_call = one_call
+        self._has_details, self._one_call = has_details, one_call
         self._num_calls: dict[int, int] = {}
 
     def head(self, streamed: bool) -> Json:
@@ -89,8 +106,9 @@ class ChatReply:
     def pieces(self, index: int, delta: TokenDelta) -> list[Json]:
         found: list[Json] = []
         logprobs = self._logprobs(delta)
-        if delta.text or (logprobs and logprobs["content"]):
-            found.append(self._event(index, {"content": delta.text}, logprobs))
+        details = token_details(delta) if self._has_details else {}
+        if delta.text or (num_shown(delta) and (logprobs or details)):
+            found.append({**self._event(index, {"content": delta.text}, logprobs), **details})
         before = self._num_calls.get(index, 0)
         calls = self._kept(delta.tool_calls, before)
         if calls:
@@ -117,6 +135,7 @@ class ChatReply:
             "message": message,
             "logprobs": self._logprobs(choice),
             "finish_reason": finish_reason(choice.finish_reason, bool(calls)),
+            **(token_details(choice) if self._has_details else {}),
         }
 
     def _kept(self, calls: Sequence[ToolCall], before: int) -> list[Json]:
@@ -151,9 +170,12 @@ class ChatReply:
 class CompletionReply:
     """Of `/v1/completions`; the arguments are those of `ChatReply`."""
 
-    def __init__(self, model: str, token_bytes: TokenBytes, *, has_logprobs: bool) -> None:
+    def __init__(
+        self, model: str, token_bytes: TokenBytes, *, has_logprobs: bool, has_details: bool
+    ) -> None:
         self._begin = _Begin("cmpl", "text_completion", model)
         self._token_bytes, self._has_logprobs = token_bytes, has_logprobs
+        self._has_details = has_details
         self._offsets: dict[int, int] = {}  # characters, by choice
 
     def head(self, streamed: bool) -> Json:
@@ -165,13 +187,16 @@ class CompletionReply:
     def pieces(self, index: int, delta: TokenDelta) -> list[Json]:
         logprobs = self._logprobs(index, delta)
         reason = None if delta.finish_reason is None else finish_reason(delta.finish_reason, False)
-        if not delta.text and reason is None and not (logprobs and logprobs["tokens"]):
+        details = token_details(delta) if self._has_details else {}
+        has_tokens = bool(num_shown(delta) and (logprobs or details))
+        if not delta.text and reason is None and not has_tokens:
             return []
-        return [_completion(index, delta.text, logprobs, reason)]
+        return [{**_completion(index, delta.text, logprobs, reason), **details}]
 
     def choice(self, index: int, choice: Choice) -> Json:
         reason = finish_reason(choice.finish_reason, False)
-        return _completion(index, choice.text, self._logprobs(index, choice), reason)
+        details = token_details(choice) if self._has_details else {}
+        return {**_completion(index, choice.text, self._logprobs(index, choice), reason), **details}
 
     def _logprobs(self, index: int, part: TokenDelta | Choice) -> Json | None:
         if not self._has_logprobs:
@@ -221,10 +246,21 @@ def finish_reason(reason: FinishReason, has_calls: bool) -> str:
     return reason.value
 
 
+def token_details(part: TokenDelta | Choice) -> Json:
+    """Entropy of each token and whether it had been guessed, in the order of log probabilities."""
+    shown = slice(num_shown(part))
+    nats = [round(value, 4) for value in part.entropy_nats[shown]]
+    return {"headrace": {"entropy_nats": nats, "drafted": list(part.drafted[shown])}}
+
+
+def num_shown(part: TokenDelta | Choice) -> int:
+    """How many tokens it has, but for the one that stands for the end."""
+    return len(part.token_ids) - isinstance(part.matched_stop, int)
+
+
 def shown_tokens(part: TokenDelta | Choice) -> Sequence[SampledToken]:
     """Tokens with log probabilities, but for the one that stands for the end."""
-    tokens = part.logprobs or ()
-    return tokens[:-1] if isinstance(part.matched_stop, int) else tokens
+    return (part.logprobs or ())[: num_shown(part)]
 
 
 def finite(logprob: float | None) -> float | None:

@@ -28,6 +28,13 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # accepted; nothing is padded here
 
 
+class Extension(Body):
+    """What OpenAI's API has no place for. `token_details`: entropy of each token, and whether it
+    had been guessed, as `headrace` beside `logprobs` of an answer."""
+
+    token_details: bool = False
+
+
 class Asked(Body):
     """What a request says besides its question. `model` may be left out where there is one."""
 
@@ -52,7 +59,9 @@ class Sampling(Asked):
     logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # Not OpenAI's: what other local servers take.
+    # Not OpenAI's.
+    headrace: Extension = Extension()
+    # What other local servers take.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = Field(

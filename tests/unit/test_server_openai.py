@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,17 @@ import pytest
 pytest.importorskip("llguidance", reason="the extra [grammar] is not installed")
 
 import numpy as np
-from grammar_samples import EOS, VOCAB
 from pydantic import BaseModel
 from server_samples import Serving, package_model, serving
 from tiny_bert import write_tiny_bert
-from tool_samples import ADD, SAY, ChatTokenizer, make_runtime
+from tool_samples import ADD, SAY, make_runtime, writer
 
-from headrace.backends.fake import scripted_logits
 from headrace.exporters.encoder_package import export_encoder
 from headrace.runtime import Embedder
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 TOOLS: Any = [ADD, SAY]
-
-
-def writer(text: str) -> Callable[[Sequence[int]], Any]:
-    """Logits of a model that writes a text after any conversation."""
-    encode = ChatTokenizer().encode_fragment
-    ids, opening = encode(text), encode("\nassistant: ")
-
-    def script(prefix: Sequence[int]) -> int:
-        ends = (i for i in range(len(prefix), 0, -1) if prefix[i - len(opening) : i] == opening)
-        at = len(prefix) - next(ends)
-        return ids[at] if at < len(ids) else EOS
-
-    return scripted_logits(VOCAB, script)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +72,12 @@ def test_chat_is_what_the_library_says(client: openai.OpenAI, server: Serving) -
     assert answer.usage.total_tokens == expected.prompt_tokens + expected.completion_tokens
 
 
+def counts(answer: Any) -> tuple[int, int, int]:
+    """Tokens used; how many of them were in the cache depends on what was asked before."""
+    usage = answer.usage
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     options: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12}
     whole = client.chat.completions.create(**options)
@@ -103,7 +94,7 @@ def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     reasons = [event.choices[0].finish_reason for event in deltas]
     assert reasons[:-1] == [None] * (len(reasons) - 1)
     assert reasons[-1] == whole.choices[0].finish_reason
-    assert last.choices == [] and last.usage == whole.usage
+    assert last.choices == [] and counts(last) == counts(whole)
     assert all(event.usage is None for event in deltas)
     assert len({event.id for event in events}) == 1
 
@@ -222,7 +213,7 @@ def test_results_of_tools_go_back(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.prompt_tokens > 100
     dumped: Any = [*MESSAGES, said.model_dump(), result]
     again = client.chat.completions.create(model="free", messages=dumped, tools=TOOLS, max_tokens=4)
-    assert again.usage == answer.usage
+    assert counts(again) == counts(answer)
 
 
 @pytest.mark.parametrize("stream", [False, True])

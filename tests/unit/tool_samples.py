@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from grammar_samples import SPECIAL, PieceTokenizer, make_grammar_engine
+from grammar_samples import EOS, SPECIAL, VOCAB, PieceTokenizer, make_grammar_engine
 
+from headrace.backends.fake import scripted_logits
 from headrace.runtime.api import Runtime
 from headrace.runtime.chat.tool_calls import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, ToolFormat
 
@@ -83,3 +84,16 @@ class ChatTokenizer(PieceTokenizer):
 def make_runtime(family: str, logits: Callable[[Sequence[int]], Any] | None = None) -> Runtime:
     engine = make_grammar_engine(logits, context_tokens=1500, max_sequences=2)
     return Runtime(engine, ChatTokenizer(), chat_template=TEMPLATES[family][0])
+
+
+def writer(text: str) -> Callable[[Sequence[int]], Any]:
+    """Logits of a model that writes a text after any conversation."""
+    encode = ChatTokenizer().encode_fragment
+    ids, opening = encode(text), encode("\nassistant: ")
+
+    def script(prefix: Sequence[int]) -> int:
+        ends = (i for i in range(len(prefix), 0, -1) if prefix[i - len(opening) : i] == opening)
+        at = len(prefix) - next(ends)
+        return ids[at] if at < len(ids) else EOS
+
+    return scripted_logits(VOCAB, script)

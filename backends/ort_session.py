@@ -40,8 +40,13 @@ def map_ort_errors(doing: str) -> Iterator[None]:
         raise BackendError(f"{doing} failed: {_first_line(error)}") from error
 
 
-def cpu_session(graph: Path, num_threads: int, entries: Mapping[str, str]) -> Any:
-    """An `InferenceSession` on the CPU with `num_threads` of its own.
+def share_threads(num_threads: int) -> None:
+    """Have sessions without threads of their own share these. Once a process, before the first."""
+    load_onnxruntime().set_global_thread_pool_sizes(num_threads, 1)
+
+
+def cpu_session(graph: Path, num_threads: int | None, entries: Mapping[str, str]) -> Any:
+    """An `InferenceSession` on the CPU with `num_threads` of its own, or those of `share_threads`.
 
     `entries` are session configuration entries. Threads wait for the next step by spinning, for
     40 ms at most: without it a step takes up to 1.3x, and an idle runtime uses no CPU.
@@ -52,8 +57,11 @@ def cpu_session(graph: Path, num_threads: int, entries: Mapping[str, str]) -> An
         raise PackageError(f"{str(graph)!a} is no UTF-8 path; move the package") from None
     ort = load_onnxruntime()
     options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
+    if num_threads is None:
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = num_threads
+        options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 4  # errors are raised; the library prints nothing

@@ -21,6 +21,8 @@ _BACKENDS = {
     "cuda": ("headrace.backends.cuda.backend", "CudaBackend"),
     "cpu": ("headrace.backends.cpu_avx512.backend", "CpuBackend"),
 }
+# What runs a target that is split between processes.
+_RANKS = {"cpu": ("headrace.backends.tensor_parallel.backend", "TensorParallelBackend")}
 # What says why a device cannot be used, or None; the CPU always can.
 _OBSTACLES = {"cuda": ("headrace.backends.cuda.provider", "obstacle")}
 
@@ -39,7 +41,13 @@ def choose_device(device: str, manifest: Manifest) -> str:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError("device", device, f"one of {', '.join(known)}{hint}")
     targets = {target.device for target in manifest.targets}
-    usable = [name for name in _BACKENDS if name in targets and device in ("auto", name)]
+    runnable = {t.device for t in manifest.targets if not t.ranks or t.device in _RANKS}
+    usable = [name for name in _BACKENDS if name in runnable and device in ("auto", name)]
+    if not usable and device in ("auto", *targets):
+        raise BackendUnavailableError(
+            "the package is split between processes, which only the CPU has a backend for so far; "
+            "export it without --tensor-parallel"
+        )
     if not usable:
         wanted = " or ".join(_BACKENDS) if device == "auto" else device
         raise BackendUnavailableError(
@@ -68,6 +76,12 @@ def create_backend(
     device: str, folder: Path, manifest: Manifest, config: EngineConfig, hardware: HardwareInfo
 ) -> Backend:
     """The backend of a device that `choose_device` gave; not loaded yet."""
-    module, name = _BACKENDS[device]
+    module, name = (_RANKS if _is_split(device, manifest, config.target) else _BACKENDS)[device]
     kind = getattr(import_module(module), name)
     return cast(Backend, kind(folder, manifest, config, hardware))
+
+
+def _is_split(device: str, manifest: Manifest, name: str | None) -> bool:
+    """Whether the target to load is one of several processes: the one of that name, or all."""
+    targets = [t for t in manifest.targets if t.device == device and device in _RANKS]
+    return bool(targets) and all(t.ranks for t in targets if name in (None, t.name))

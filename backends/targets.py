@@ -8,14 +8,23 @@ from headrace.runtime.errors import ConfigError, PackageError
 from headrace.runtime.manifest import Manifest, TargetInfo
 
 
-def choose_target(folder: Path, manifest: Manifest, device: str, name: str | None) -> TargetInfo:
+def choose_target(
+    folder: Path, manifest: Manifest, device: str, name: str | None, *, ranks: bool = False
+) -> TargetInfo:
     """The target of that name for a device, or the first.
+
+    Args:
+        ranks: whether it is to be one that is split between processes.
 
     Raises:
         PackageError: the package has none for the device.
         ConfigError: none of that name.
     """
-    targets = {target.name: target for target in manifest.targets if target.device == device}
+    targets = {
+        target.name: target
+        for target in manifest.targets
+        if target.device == device and bool(target.ranks) == ranks
+    }
     if not targets:
         remedy = {"cpu": "for the CPU", "cuda": "again with --target cpu,cuda_fp16"}[device]
         raise PackageError(f"{folder} has no {device.upper()} target; export it {remedy}")

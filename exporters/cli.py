@@ -85,6 +85,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         overwrite=args.overwrite,
         qat_text=None if args.qat is None else read_text(args.qat, "qat"),
         qat_steps=args.qat_steps,
+        tensor_parallel=args.tensor_parallel,
     )
 
 
@@ -161,6 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--qat-steps", type=int, default=DEFAULT_QAT_STEPS, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="split every target between N processes, a card each",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no summary")

@@ -52,6 +52,33 @@ _ALL = (
 CUDA_TARGETS: Mapping[str, CudaTarget] = {target.name: target for target in _ALL}
 
 
+def cuda_target_info(target: CudaTarget, spec: DecoderSpec) -> TargetInfo:
+    """What is known of a target before it is written."""
+    return TargetInfo(
+        name=target.name,
+        device="cuda",
+        precision=target.precision,
+        kv_cache=KvCacheInfo(
+            dtype="float16",
+            bytes_per_token=_kv_values(spec) * _HALF_BYTES,
+            block_tokens=block_tokens(spec.head_dim),
+        ),
+        graphs=(),
+        tensors=(),
+        weight_bytes=0,
+    )
+
+
+def cuda_parts(target: CudaTarget, parts: DecoderParts) -> DecoderParts:
+    """The same model in the target's format, of which nothing is stored yet.
+
+    Args:
+        parts: in the checkpoint's own basis.
+    """
+    fmt = target.format()
+    return dataclasses.replace(parts, layer_format=fmt, head_format=fmt)
+
+
 def write_cuda_target(
     target: CudaTarget,
     parts: DecoderParts,
@@ -66,9 +93,7 @@ def write_cuda_target(
     Raises:
         ExportError: the model needs something that CUDA graphs cannot hold.
     """
-    spec = parts.spec
-    fmt = target.format()
-    formatted = dataclasses.replace(parts, layer_format=fmt, head_format=fmt)
+    spec, formatted = parts.spec, cuda_parts(target, parts)
     folder = package / target.name
     folder.mkdir()
     with WeightStore(folder, WEIGHTS_FILE) as store:
@@ -80,15 +105,8 @@ def write_cuda_target(
         )
         ir.save(model, folder / f"{PAGED}.onnx")
         tensors, size = tensor_infos(store), store.size_bytes
-    return TargetInfo(
-        name=target.name,
-        device="cuda",
-        precision=target.precision,
-        kv_cache=KvCacheInfo(
-            dtype="float16",
-            bytes_per_token=_kv_values(spec) * _HALF_BYTES,
-            block_tokens=block_tokens(spec.head_dim),
-        ),
+    return dataclasses.replace(
+        cuda_target_info(target, spec),
         graphs=(graph_info(model, PAGED, f"{target.name}/{PAGED}.onnx"),),
         tensors=tensors,
         weight_bytes=size,

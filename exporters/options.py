@@ -39,6 +39,8 @@ class ExportOptions:
         overwrite: replace an existing package.
         qat_text: train the weights in their formats on this text (`qat.py`); None: do not.
         qat_steps: how long.
+        tensor_parallel: processes that every target is split between; of `forms` they get the
+            first. Calibration and formats are those of the whole model.
     """
 
     targets: Sequence[str] = (CPU_TARGET,)
@@ -53,6 +55,7 @@ class ExportOptions:
     overwrite: bool = False
     qat_text: str | None = None
     qat_steps: int = DEFAULT_QAT_STEPS
+    tensor_parallel: int | None = None
 
     def check(self) -> None:
         """Raises ConfigError: an option is unknown, or two of them exclude each other."""
@@ -86,6 +89,22 @@ class ExportOptions:
             )
         if self.qat_text is not None:
             self._check_qat()
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel is None:
+            return
+        if self.tensor_parallel < 2:
+            raise ConfigError("tensor_parallel", self.tensor_parallel, "2 or more processes")
+        if self.qat_text is not None:
+            raise ConfigError("tensor_parallel", self.tensor_parallel, "nothing beside --qat")
+        keeps = [rule.format for rule in self.rules if rule.format == "keep"]
+        if keeps or self.precision == "keep":
+            raise ConfigError(
+                "tensor_parallel",
+                self.tensor_parallel,
+                "a precision that rounds: blocks of the checkpoint cannot be cut",
+            )
 
     def _check_qat(self) -> None:
         if not find_precision(self.precision).can_be_trained:

@@ -29,17 +29,24 @@ from headrace.exporters.calibrate import (
 )
 from headrace.exporters.checkpoint.golden import golden_texts
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
-from headrace.exporters.cuda_target import CUDA_TARGETS, write_cuda_target
+from headrace.exporters.cuda_target import (
+    CUDA_TARGETS,
+    cuda_parts,
+    cuda_target_info,
+    write_cuda_target,
+)
 from headrace.exporters.graph.attention import KvScales
-from headrace.exporters.graph.decoder import DecoderParts, build_decoder
+from headrace.exporters.graph.decoder import PAGED, DecoderParts, build_decoder
 from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.measured import FormatPlan, Measurement
 from headrace.exporters.model import checked_spec, decoder_parts
 from headrace.exporters.options import CPU_TARGET, ExportOptions
 from headrace.exporters.precision import find_precision
 from headrace.exporters.qat import Training, prepare_training
+from headrace.exporters.rank_target import write_rank_target
 from headrace.exporters.report import precision_report
 from headrace.exporters.rotation import mixed_readers, rotation_report
+from headrace.exporters.shards import split_spec
 from headrace.exporters.target_info import WEIGHTS_FILE, graph_info, tensor_infos
 from headrace.exporters.validate import check_graph
 from headrace.runtime.errors import ExportError
@@ -138,6 +145,8 @@ class _Export:
         self.parts = decoder_parts(spec, checkpoint.tensors, self.precision)
         heads = frozenset((spec.embed, spec.head))
         self.plan = FormatPlan(self.precision, heads, tuple(options.rules))
+        ranks = options.tensor_parallel
+        self.shares = () if ranks is None else split_spec(spec, ranks)
 
     def run(self) -> ExportResult:
         targets: list[TargetInfo] = []
@@ -145,8 +154,8 @@ class _Export:
         if CPU_TARGET in self.options.targets:
             with tempfile.TemporaryDirectory(prefix="calibrate-", dir=self.folder) as scratch:
                 target, kv_fidelity, fidelity = self._write_measured(Path(scratch))
-            check_graph(self.folder / target.graphs[0].file, self.spec.vocab_size)
-            targets.append(target)
+                check_graph(self.folder / target.graphs[0].file, self.spec.vocab_size)
+                targets.append(self._split(target) if self.shares else target)
         targets += self._write_cuda_targets()
         tokenizer = self._write_tokenizer()
         report = precision_report(
@@ -180,13 +189,37 @@ class _Export:
     def _write_cuda_targets(self) -> list[TargetInfo]:
         wanted = [CUDA_TARGETS[name] for name in self.options.targets if name in CUDA_TARGETS]
         plain = decoder_parts(self.spec, self.checkpoint.tensors, find_precision("fp32"))
-        return [write_cuda_target(target, plain, self.folder, self.progress) for target in wanted]
+        if not self.shares:
+            return [write_cuda_target(t, plain, self.folder, self.progress) for t in wanted]
+        return [
+            write_rank_target(
+                self.folder,
+                cuda_target_info(target, self.spec),
+                lambda target=target: cuda_parts(target, plain),  # type: ignore[misc]
+                PAGED,
+                self.shares,
+                self.progress,
+            )
+            for target in wanted
+        ]
+
+    def _split(self, whole: TargetInfo) -> TargetInfo:
+        """Ranks in place of a target for one process, which was measured."""
+        shutil.rmtree(self.folder / whole.name)
+        return write_rank_target(
+            self.folder,
+            whole,
+            lambda: self._formatted(self.kv_scales),
+            self.forms[0],
+            self.shares,
+            self.progress,
+        )
 
     def _write_measured(self, scratch: Path) -> tuple[TargetInfo, Fidelity | None, Fidelity | None]:
         """Calibrate, choose formats, write, measure, and repair what is over the threshold."""
         wanted = self.options.kv_cache
         if not self.options.calibrate or (self.precision.name == "fp32" and wanted != "int8"):
-            return self._write_target(self._formatted(None)), None, None
+            return self._write_target(None), None, None
         source, text = self.checkpoint.tokenizer, self.options.calibration_text
         bos = source.bos_token_id if source.add_bos else None
         chunks = calibration_chunks(
@@ -207,7 +240,7 @@ class _Export:
         passed = cache.kv_fidelity is not None and cache.kv_fidelity.mean_kl_nats <= KV_GATE_NATS
         scales = cache.kv_scales if passed or wanted != "auto" else None
         for _ in range(_MAX_REPAIRS):
-            target = self._write_target(self._formatted(scales))
+            target = self._write_target(scales)
             graph = self.folder / target.graphs[-1].file
             self.progress("measuring the package", 0, 1)
             fidelity = compare_graphs(found.reference, graph, chunks.held_out)
@@ -246,7 +279,8 @@ class _Export:
             fmt.mix_inputs_of(name)
         return dataclasses.replace(self.parts, layer_format=fmt, head_format=fmt, kv_scales=scales)
 
-    def _write_target(self, parts: DecoderParts) -> TargetInfo:
+    def _write_target(self, scales: KvScales | None) -> TargetInfo:
+        self.kv_scales, parts = scales, self._formatted(scales)
         name = self.precision.target
         folder = self.folder / name
         folder.mkdir()

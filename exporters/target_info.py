@@ -10,7 +10,7 @@ from headrace.exporters.graph.weights import WeightStore
 from headrace.runtime.manifest import GraphInfo, TensorInfo
 
 WEIGHTS_FILE = "weights.bin"
-_MIN_ONNXRUNTIME = {"ragged": "1.32", "tree": "1.32", "uniform": "1.31", "paged": "1.31"}
+MIN_ONNXRUNTIME = {"ragged": "1.32", "tree": "1.32", "uniform": "1.31", "paged": "1.31"}
 
 
 def graph_info(model: ir.Model, form: str, file: str) -> GraphInfo:
@@ -21,7 +21,7 @@ def graph_info(model: ir.Model, form: str, file: str) -> GraphInfo:
     return GraphInfo(
         form=form,
         file=file,
-        min_onnxruntime=_MIN_ONNXRUNTIME[form],
+        min_onnxruntime=MIN_ONNXRUNTIME[form],
         inputs=plain(model.graph.inputs),
         outputs=plain(model.graph.outputs),
     )

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from headrace.runtime.errors import PackageError
+from headrace.runtime.rank_info import RankInfo, ranks_problem
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -68,6 +69,12 @@ HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final nor
 NUM_CANDIDATES = "num_candidates"  # int64 [1]: C
 HEAD_TOKENS = "head_tokens"  # int64 [K, S, C]
 HEAD_PROBABILITIES = "head_probabilities"  # float32 [K, S, C]
+# Of the pieces of a rank: what is to be summed over ranks, [N or R, hidden], and the residual
+# stream, as they leave a piece and as they enter the next.
+PARTIAL, RESIDUAL = "partial", "residual"
+SUMMED, CARRIED = "summed", "carried"
+# float32 [R, 3] of a rank's logits: the largest m, sum of e^(x - m), sum of (x - m) e^(x - m)
+HEAD_SUMS = "head_sums"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +196,8 @@ class TargetInfo:
         device: "cpu" or "cuda".
         precision: the `--precision` it was exported with.
         weight_bytes: of all weight files together, without those of heads.
+        ranks: where it is split between processes; `graphs` is empty then, and the cache's bytes
+            are those of all ranks.
     """
 
     name: str
@@ -199,6 +208,14 @@ class TargetInfo:
     tensors: tuple[TensorInfo, ...]
     weight_bytes: int
     heads: HeadsInfo | None = None
+    ranks: tuple[RankInfo, ...] = ()
+
+    @property
+    def files(self) -> list[str]:
+        """Of all its graphs and heads."""
+        pieces = [file for rank in self.ranks for graph in rank.graphs for file in graph.files]
+        heads = [] if self.heads is None else [self.heads.file]
+        return [*(graph.file for graph in self.graphs), *pieces, *heads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +256,7 @@ def read_manifest(folder: Path, *, verify_hashes: bool = False) -> Manifest:
     _check_values(manifest, path)
     needed = [manifest.tokenizer.file]
     needed += [manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else []
-    needed += [graph.file for target in manifest.targets for graph in target.graphs]
-    needed += [target.heads.file for target in manifest.targets if target.heads is not None]
+    needed += [file for target in manifest.targets for file in target.files]
     check_files(folder, needed, manifest.files, verify_hashes)
     return manifest
 
@@ -295,11 +311,13 @@ def _check_values(manifest: Manifest, path: Path) -> None:
             raise PackageError(f"{path}: {target.name!r} has a KV cache that is not known: {cache}")
         if cache.block_tokens is not None and not 0 < cache.block_tokens <= MAX_ROW_TOKENS:
             raise PackageError(f"{path}: block_tokens={cache.block_tokens} is not a size")
-        for graph in target.graphs:
-            if not re.fullmatch(r"\d+\.\d+", graph.min_onnxruntime, re.ASCII):
-                raise PackageError(
-                    f"{path}: min_onnxruntime={graph.min_onnxruntime!r} is not a version"
-                )
+        if problem := ranks_problem(target.ranks, manifest.model.vocab_size):
+            raise PackageError(f"{path}: {target.name!r} {problem}")
+        versions = [graph.min_onnxruntime for graph in target.graphs]
+        versions += [graph.min_onnxruntime for rank in target.ranks for graph in rank.graphs]
+        for version in versions:
+            if not re.fullmatch(r"\d+\.\d+", version, re.ASCII):
+                raise PackageError(f"{path}: min_onnxruntime={version!r} is not a version")
 
 
 def check_files(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,7 @@ class CpuBackend:
         if kernels.warning:
             logger.warning(kernels.warning)
         self._require_memory(target)
-        self._session = cpu_session(
-            package_path(self._folder, graph.file), threads.num_threads, kernels.session_options
-        )
+        self._session = self._open(graph, threads.num_threads, kernels.session_options)
         self._check_vocabulary(graph)
         self._inputs = frozenset(graph.inputs)
         outputs = {output.name for output in self._session.get_outputs()}
@@ -140,6 +138,10 @@ class CpuBackend:
             self._kv.close()
             del self._kv
         self._logits, self._probabilities = _NO_LOGITS, Probabilities.empty(0, 0)
+
+    def _open(self, graph: GraphInfo, num_threads: int, entries: Mapping[str, str]) -> Any:
+        """The session; a rank of several has one of another kind."""
+        return cpu_session(package_path(self._folder, graph.file), num_threads, entries)
 
     def _run(self, rows: Sequence[Row]) -> StepOutput:
         if self._session is None:

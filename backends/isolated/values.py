@@ -158,7 +158,8 @@ def decode_capabilities(values: Any) -> Capabilities:
         caps = Capabilities(**values)
         for field in dataclasses.fields(caps):
             value = getattr(caps, field.name)
-            _require(type(value).__name__ == field.type and (value is False or bool(value)))
+            may_be_nothing = value is False or value == field.default
+            _require(type(value).__name__ == field.type and (may_be_nothing or bool(value)))
         return caps
 
     return _checked(decode)

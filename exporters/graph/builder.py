@@ -136,7 +136,7 @@ class GraphBuilder:
             inputs,
             outputs,
             nodes=self._tape.nodes,
-            initializers=list(self._initializers.values()),
+            initializers=[value for value in self._initializers.values() if value.uses()],
             opset_imports=opsets,
             name=name,
         )

@@ -6,6 +6,8 @@ for a tensor already written gets a reference to the same bytes.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +33,16 @@ class WeightStore:
         self._stream = (folder / file_name).open("wb")
         self._tensors: dict[str, ir.ExternalTensor] = {}
         self._described: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._placed: dict[tuple[str, bytes], ir.ExternalTensor] | None = None
+
+    def for_each(self, count: int) -> list[WeightStore]:
+        """Stores in the same file, for ranks: what several have under one name and with the same
+        bytes is stored once."""
+        self._placed = {}
+        stores = [copy.copy(self) for _ in range(count)]
+        for store in stores:
+            store._tensors, store._described = {}, {}
+        return stores
 
     def __enter__(self) -> WeightStore:
         return self
@@ -51,6 +63,11 @@ class WeightStore:
     def size_bytes(self) -> int:
         return self._stream.tell()
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Of all tensors that were asked for."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def describe(self, weight: str, shape: tuple[int, ...], format_name: str) -> None:
         """Say how a weight is stored; its tensors are `weight` and `weight.<part>`."""
         self._described[weight] = (shape, format_name)
@@ -66,8 +83,17 @@ class WeightStore:
     def get(self, name: str, make: Callable[[], Array]) -> ir.ExternalTensor:
         """The tensor `name`, written from `make()` the first time it is asked for."""
         if name not in self._tensors:
-            self._tensors[name] = self._write(name, make())
+            self._tensors[name] = self._place(name, make())
         return self._tensors[name]
+
+    def _place(self, name: str, array: Array) -> ir.ExternalTensor:
+        if self._placed is None:
+            return self._write(name, array)
+        array = np.ascontiguousarray(array)
+        key = (name, hashlib.sha256(array.data).digest())
+        if key not in self._placed:
+            self._placed[key] = self._write(name, array)
+        return self._placed[key]
 
     def _write(self, name: str, array: Array) -> ir.ExternalTensor:
         step = _PAGE_BYTES if array.nbytes >= _PAGE_BYTES else _LINE_BYTES

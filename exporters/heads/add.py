@@ -52,7 +52,7 @@ def add_heads(source: Path, package: Path, folder: Path) -> Manifest:
         targets, files = [], []
         try:
             for target in manifest.targets:
-                if target.device == "cpu":
+                if target.device == "cpu" and not target.ranks:
                     parts = package_parts(checkpoint, target)
                     target, added = _write(package, target, parts, heads, found)
                     files += added

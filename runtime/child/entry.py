@@ -26,7 +26,10 @@ from headrace.runtime.errors import EngineProcessError
 
 FLAG = "--headrace-child"
 # Name of a kind of child -> the module with its `serve(link)`.
-_KINDS = {"engine": "headrace.backends.isolated.serve"}
+_KINDS = {
+    "engine": "headrace.backends.isolated.serve",
+    "rank": "headrace.backends.tensor_parallel.rank",
+}
 _PR_SET_PDEATHSIG = 1
 
 _was_asked = False  # whether this program has come by `freeze_support`

@@ -78,6 +78,10 @@ class ChildProcess:
         except EngineProcessError as error:
             raise self._gone(error) from None
 
+    def kill(self) -> None:
+        """End the child without waiting for that. Any thread."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the child at once and wait for that. Calling it again does nothing."""
         self._process.kill()

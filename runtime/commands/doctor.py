@@ -22,6 +22,7 @@ from headrace.backends.cpu_avx512.threads import (
 from headrace.backends.ort_import import TELEMETRY_VARIABLE, load_onnxruntime
 from headrace.runtime.errors import BackendUnavailableError
 from headrace.runtime.machine import isa_probe, topology
+from headrace.runtime.machine.cards import Gpu, best_use
 from headrace.runtime.machine.hardware import HardwareInfo, probe_hardware
 
 _PACKAGES = ("headrace", "numpy", "tokenizers", "jinja2", "psutil", "py-cpuinfo", "nvidia-ml-py")
@@ -59,14 +60,6 @@ class OrtFacts:
     version: str | None
     providers: tuple[str, ...]
     error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    name: str
-    compute_capability: str
-    total_memory_bytes: int
-    free_memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +259,8 @@ def _render_gpu(facts: GpuFacts) -> list[str]:
         f"{gpu.total_memory_bytes / _GB:.1f} GB, {gpu.free_memory_bytes / _GB:.1f} GB free"
         for gpu in facts.gpus
     ]
+    if len(facts.gpus) > 1:
+        lines.append(f"best use: {best_use(facts.gpus).reason} (ranks on cards cannot be run yet)")
     if facts.driver is not None:
         lines.append(f"driver {facts.driver}")
     return lines + ([facts.note] if facts.note is not None else [])
@@ -315,4 +310,13 @@ def _gpu(pynvml: Any, index: int) -> Gpu:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     name = str(pynvml.nvmlDeviceGetName(handle))
-    return Gpu(name, f"{major}.{minor}", int(memory.total), int(memory.free))
+    peers = [i for i in range(pynvml.nvmlDeviceGetCount()) if i != index]
+    linked = tuple(i for i in peers if _is_linked(pynvml, handle, i))
+    return Gpu(name, f"{major}.{minor}", int(memory.total), int(memory.free), linked)
+
+
+def _is_linked(pynvml: Any, handle: Any, peer: int) -> bool:
+    other = pynvml.nvmlDeviceGetHandleByIndex(peer)
+    kind = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+    status = pynvml.nvmlDeviceGetP2PStatus(handle, other, kind)
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)

@@ -61,6 +61,15 @@ def _target(target: TargetInfo, model: ModelInfo) -> dict[str, Any]:
             {"form": g.form, "file": g.file, "min_onnxruntime": g.min_onnxruntime}
             for g in target.graphs
         ],
+        "ranks": [
+            {
+                "num_heads": rank.num_heads,
+                "num_kv_heads": rank.num_kv_heads,
+                "num_tokens": rank.num_tokens,
+                "weight_bytes": rank.weight_bytes,
+            }
+            for rank in target.ranks
+        ],
     }
 
 
@@ -112,6 +121,11 @@ def _render_target(target: dict[str, Any]) -> list[str]:
     )
     for name, share in target["formats"].items():
         lines.append(f"  {name:14} {share['tensors']:4} tensors {_megabytes(share['bytes']):>10}")
+    for number, rank in enumerate(target["ranks"]):
+        lines.append(
+            f"  rank {number}   {rank['num_heads']} heads ({rank['num_kv_heads']} KV), "
+            f"{rank['num_tokens']} tokens, weights {_megabytes(rank['weight_bytes'])}"
+        )
     for graph in target["graphs"]:
         lines.append(
             f"  graph    {graph['form']:8} {graph['file']}, onnxruntime {graph['min_onnxruntime']}+"

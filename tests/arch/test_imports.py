@@ -16,6 +16,7 @@ LEAVES = (
     "option_checks",
     "grammar.spec",
     "manifest",
+    "rank_info",
     "encoder.manifest",
     "machine",
     "child",
@@ -27,6 +28,8 @@ EXPORTERS_SHARE = (
     "runtime.encoder.manifest",
     "runtime.errors",
     "runtime.fidelity",
+    "runtime.rank_info",
+    "runtime.shares",
     "runtime.text_files",
 )
 
@@ -89,7 +92,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "onnx_ir": ("exporters",),
     "gguf": ("exporters.checkpoint",),
     "safetensors": ("exporters.checkpoint", "exporters.heads", "exporters.train"),
-    "torch": ("exporters.train",),
+    "torch": ("exporters.train", "backends.tensor_parallel.gloo"),
     "platformdirs": ("runtime.store.places",),
     "filelock": ("runtime.store", "runtime.commands.answer_file"),
     "rich": ("exporters.cli",),

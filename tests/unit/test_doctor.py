@@ -15,8 +15,9 @@ from fake_machine import hardware
 
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.runtime.commands import doctor
-from headrace.runtime.commands.doctor import DoctorReport, Feature, Gpu, GpuFacts, OrtFacts
+from headrace.runtime.commands.doctor import DoctorReport, Feature, GpuFacts, OrtFacts
 from headrace.runtime.errors import BackendUnavailableError
+from headrace.runtime.machine.cards import Gpu, best_use
 from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.machine.isa_probe import PROBED, ProbeResult
 
@@ -165,14 +166,16 @@ def test_variables_that_change_how_things_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeNvml(SimpleNamespace):
-    """One card, or what goes wrong."""
+    """Cards, or what goes wrong; of three the first two are linked."""
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, *, init: bool = True, name: bool = True) -> None:
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+
+    def __init__(self, *, init: bool = True, name: bool = True, count: int = 1) -> None:
         super().__init__(shut_down=0)
-        self._init, self._name = init, name
+        self._init, self._name, self._count = init, name, count
 
     def nvmlInit(self) -> None:  # noqa: N802
         if not self._init:
@@ -182,7 +185,11 @@ class FakeNvml(SimpleNamespace):
         self.shut_down += 1
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 1
+        return self._count
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, kind: int) -> int:  # noqa: N802
+        assert kind == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return 0 if one + other == 1 else 5
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.1"
@@ -217,6 +224,37 @@ def test_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     text = doctor.render(report(gpu=facts))
     assert "gpu          NVIDIA H200, compute capability 9.0, 150.0 GB, 149.0 GB free" in text
     json.dumps(dataclasses.replace(report(), gpu=facts).to_dict())
+
+
+def test_linked_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = gpu_facts(monkeypatch, FakeNvml(count=3))
+    assert [gpu.linked for gpu in facts.gpus] == [(1,), (0,), ()]
+    text = doctor.render(report(gpu=facts))
+    assert "best use: 2 cards linked by NVLink: tensor parallel" in text
+
+
+def cards(capability: str, links: list[tuple[int, ...]]) -> list[Gpu]:
+    return [Gpu("card", capability, 80, 70 + i, linked) for i, linked in enumerate(links)]
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen", "reason"),
+    [
+        ([], (), "no card"),
+        (cards("8.9", [()]), (0,), "one card"),
+        (cards("9.0", [()]), (0,), "one card"),
+        (cards("8.6", [(1,), (0,)]), (1,), "made to work alone"),
+        (cards("9.0", [(), ()]), (1,), "no NVLink"),
+        (cards("8.0", [(1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]), (0, 1, 2, 3), "4 cards"),
+        (cards("9.0", [(1,), (0,), (3,), (2,)]), (0, 1), "2 cards"),
+        (cards("8.9", [()]) + cards("9.0", [(), (0,)]), (2,), "no NVLink"),
+    ],
+)
+def test_what_cards_are_best_used_as(
+    machine: list[Gpu], chosen: tuple[int, ...], reason: str
+) -> None:
+    use = best_use(machine)
+    assert use.cards == chosen and reason in use.reason
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,8 @@ def test_the_longest_output_is_known() -> None:
 
 
 def test_capabilities_cross() -> None:
-    assert decode_capabilities(cross(encode_capabilities(CAPS), []).header) == CAPS
+    for caps in (CAPS, dataclasses.replace(CAPS, hidden_size=0)):
+        assert decode_capabilities(cross(encode_capabilities(caps), []).header) == caps
 
 
 every_error = [

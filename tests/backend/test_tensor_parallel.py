@@ -210,5 +210,6 @@ def test_smollm2(smollm2_package: Callable[[str, str], Path], tmp_path: Path) ->
     answers = []
     for package in (one, two):
         with Runtime.load(package, "cpu", max_sequences=4) as runtime:
-            answers.append(runtime.generate("The capital of France is", max_new_tokens=24))
+            done = runtime.generate("The capital of France is", max_new_tokens=24)
+            answers.append((done.token_ids, done.text))
     assert answers[0] == answers[1]

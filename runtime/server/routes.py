@@ -12,6 +12,7 @@ from headrace.runtime.server.schema import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    ResponsesBody,
     TokenizeBody,
 )
 from headrace.runtime.server.service import Service
@@ -44,6 +45,7 @@ def endpoints(service: Service) -> list[Endpoint]:
         Endpoint("GET", "/v1/models/{name}", service.show_model),
         Endpoint("POST", "/v1/chat/completions", service.chat, ChatBody),
         Endpoint("POST", "/v1/completions", service.complete, CompletionBody),
+        Endpoint("POST", "/v1/responses", service.respond, ResponsesBody),
         Endpoint("POST", "/v1/embeddings", service.embed, EmbeddingBody),
         Endpoint("POST", "/tokenize", service.tokenize, TokenizeBody),
         Endpoint("POST", "/detokenize", service.detokenize, DetokenizeBody),

@@ -173,6 +173,46 @@ class CompletionBody(Sampling):
     suffix: None = None
 
 
+class InputMessage(Body):
+    """A turn of a conversation, or an item of an earlier response that is sent back."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[ContentPart]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class TextFormat(Body):
+    """As `ResponseFormat`, in one piece."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(Asked):
+    """`POST /v1/responses`. Responses are not stored: each request carries its conversation."""
+
+    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    stream: bool | None = False
+    store: bool | None = None
+    truncation: Literal["disabled"] | None = None
+
+
 class EmbeddingBody(Asked):
     """`POST /v1/embeddings`."""
 

@@ -22,11 +22,13 @@ from headrace.runtime.server.models import Models
 from headrace.runtime.server.options import ServerOptions
 from headrace.runtime.server.problems import ApiError
 from headrace.runtime.server.reply import ChatReply, CompletionReply, Reply
+from headrace.runtime.server.responses import ResponseReply, as_chat
 from headrace.runtime.server.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    ResponsesBody,
     Sampling,
     TokenizeBody,
 )
@@ -113,6 +115,19 @@ class Service:
         )
         return await self._reply(request, body, reply, name, streams)
 
+    async def respond(self, request: Request, body: ResponsesBody) -> Any:
+        chat = as_chat(body)
+        name, runtime = self.models.get(chat.model, Runtime)
+        config = generate.chat_config(chat, self.options.max_tokens)
+        messages = generate.plain_messages(chat.messages)
+        deltas = self.metrics.observed(
+            name, generate.chat_deltas(runtime, messages, config, None, "auto")
+        )
+        reply = ResponseReply(name, body)
+        if body.stream:
+            return await self._stream(request, reply.events(deltas))
+        return JSONResponse(await unless_gone(request.receive, reply.whole(deltas)))
+
     async def embed(self, request: Request, body: EmbeddingBody) -> Response:
         name, embedder = self.models.get(body.model, Embedder)
         if body.dimensions not in (None, embedder.dim):
@@ -170,6 +185,9 @@ class Service:
             return JSONResponse(await unless_gone(request.receive, work))
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         events = generate.answer_events(reply, deltas, num_each, include_usage)
+        return await self._stream(request, events)
+
+    async def _stream(self, request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
         try:
             first = await unless_gone(request.receive, _next(events))
         except BaseException:

@@ -8,10 +8,10 @@ _WIDTH, _HEIGHT, _MARGIN = 640, 360, 48
 _TRAIN, _HELD_OUT = "#9aa7b5", "#c0392b"
 
 
-def loss_csv(train: Sequence[float], held_out: Sequence[tuple[int, float]]) -> str:
+def loss_csv(train: Sequence[float], held_out: Sequence[tuple[int, float]], name: str) -> str:
     """One line for each number of steps done; a loss that was not measured there is empty."""
     measured = dict(held_out)
-    lines = ["steps,train_kl_nats,held_out_kl_nats"]
+    lines = [f"steps,train_{name}_nats,held_out_{name}_nats"]
     for steps in range(max([len(train), *measured]) + 1):
         before = f"{train[steps - 1]:.6f}" if 0 < steps <= len(train) else ""
         judged = f"{measured[steps]:.6f}" if steps in measured else ""
@@ -19,7 +19,7 @@ def loss_csv(train: Sequence[float], held_out: Sequence[tuple[int, float]]) -> s
     return "\n".join(lines) + "\n"
 
 
-def loss_svg(train: Sequence[float], held_out: Sequence[tuple[int, float]]) -> str:
+def loss_svg(train: Sequence[float], held_out: Sequence[tuple[int, float]], title: str) -> str:
     """Both losses over steps, from zero, as an SVG drawing."""
     points = list(enumerate(train, 1))
     last = max([1, *(step for step, _ in [*points, *held_out])])
@@ -45,7 +45,7 @@ def loss_svg(train: Sequence[float], held_out: Sequence[tuple[int, float]]) -> s
             f'<path d="M{_MARGIN} {_MARGIN}V{bottom}H{right}" fill="none" stroke="#333"/>',
             line(points, _TRAIN),
             line(held_out, _HELD_OUT),
-            text(_MARGIN, _MARGIN - 24, "mean KL to the FP32 model, nats"),
+            text(_MARGIN, _MARGIN - 24, title),
             text(_MARGIN, _MARGIN - 8, f"{top:.4f} at the top"),
             text(right - 150, _MARGIN - 24, "training batches", _TRAIN),
             text(right - 150, _MARGIN - 8, "held-out text", _HELD_OUT),

@@ -24,10 +24,12 @@ from headrace.exporters.qat import STATE_FILE, read_state
 from headrace.exporters.train.loss_plot import loss_csv, loss_svg
 from headrace.runtime.errors import ExportError
 
+KL_LOSS = ("kl", "mean KL to the FP32 model, nats")
+
 
 @dataclass(slots=True)
 class History:
-    """Losses by step, mean KL in nats.
+    """Losses by step, nats.
 
     `train` has one for each step; `held_out` pairs of steps done and the loss then.
     """
@@ -40,11 +42,14 @@ class RunFolder:
     """The folder of one training.
 
     Args:
-        identity: what the training is of; kept for `exporters.qat` to compare.
+        identity: what the training is of; kept to be compared.
+        loss: its name in the table and its title in the drawing.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, object]) -> None:
-        self._folder, self._identity = folder, dict(identity)
+    def __init__(
+        self, folder: Path, identity: Mapping[str, object], loss: tuple[str, str] = KL_LOSS
+    ) -> None:
+        self._folder, self._identity, self._loss = folder, dict(identity), loss
 
     def save(self, step: int, history: History, tensors: Mapping[str, Tensor]) -> None:
         """Replace the state.
@@ -64,8 +69,8 @@ class RunFolder:
             for old in self._folder.glob("state-*.safetensors"):
                 if old.name != name:
                     old.unlink()
-            self._replace("loss.csv", loss_csv(history.train, history.held_out))
-            self._replace("loss.svg", loss_svg(history.train, history.held_out))
+            self._replace("loss.csv", loss_csv(history.train, history.held_out, self._loss[0]))
+            self._replace("loss.svg", loss_svg(history.train, history.held_out, self._loss[1]))
         except (OSError, SafetensorError) as error:
             raise ExportError(f"cannot write {self._folder}: {error}") from None
 

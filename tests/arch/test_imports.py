@@ -56,6 +56,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "exporters": ("exporters", *EXPORTERS_SHARE),
     # Calibrating on conversations needs the model's own rendering of them.
     "exporters.calibrate": ("exporters", *EXPORTERS_SHARE, "runtime.chat"),
+    # Heads learn from what the engine writes.
+    "exporters.heads.collect": ("exporters", "runtime", "backends"),
     # One import of ONNX Runtime for all: its environment has to be set before.
     "exporters.validate": (
         "exporters",

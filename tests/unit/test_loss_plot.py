@@ -8,7 +8,7 @@ from headrace.exporters.train.loss_plot import loss_csv, loss_svg
 
 
 def test_csv_has_a_line_for_each_number_of_steps() -> None:
-    lines = loss_csv([0.5, 0.25], [(0, 0.75), (2, 0.2)]).splitlines()
+    lines = loss_csv([0.5, 0.25], [(0, 0.75), (2, 0.2)], "kl").splitlines()
     assert lines == [
         "steps,train_kl_nats,held_out_kl_nats",
         "0,,0.750000",
@@ -18,7 +18,7 @@ def test_csv_has_a_line_for_each_number_of_steps() -> None:
 
 
 def test_svg_draws_both_losses() -> None:
-    root = ElementTree.fromstring(loss_svg([0.5, 0.25], [(0, 0.5), (2, 0.0)]))
+    root = ElementTree.fromstring(loss_svg([0.5, 0.25], [(0, 0.5), (2, 0.0)], "KL"))
     lines = [e for e in root if e.tag.endswith("polyline")]
     train, held_out = (
         [tuple(map(float, point.split(","))) for point in e.attrib["points"].split()] for e in lines
@@ -30,4 +30,4 @@ def test_svg_draws_both_losses() -> None:
 
 
 def test_nothing_measured_is_drawn_too() -> None:
-    ElementTree.fromstring(loss_svg([], []))
+    ElementTree.fromstring(loss_svg([], [], "KL"))

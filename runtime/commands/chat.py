@@ -1,6 +1,6 @@
 """`headrace chat`: a conversation at the terminal.
 
-Ctrl-C ends the answer, or the line that is being typed, and never the program; Ctrl-D ends it.
+Ctrl-C ends the answer, or the text that is being typed, and never the program; Ctrl-D ends it.
 """
 
 from __future__ import annotations
@@ -13,44 +13,58 @@ from typing import Any
 
 from headrace.runtime.api import Runtime
 from headrace.runtime.commands.models import find_model
-from headrace.runtime.commands.run import messages, with_limit
+from headrace.runtime.commands.run import in_words, messages, speed, with_limit
+from headrace.runtime.commands.typed import line_editor, read_text
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.errors import RequestError
 from headrace.runtime.prompts import is_conversation
+from headrace.runtime.store.places import history_file
 
 HELP = (
-    "/reset forgets the conversation, /save FILE and /load FILE keep it, "
-    "/stats tells about the last answer, /quit ends"
+    "/reset forgets the conversation, /save FILE and /load FILE keep it, /stats tells about the "
+    'last answer, /quit ends; """ begins and ends a text of several lines, Ctrl-C ends an answer'
 )
 
 
 def chat(
     args: argparse.Namespace, engine_options: dict[str, Any], sampling_options: dict[str, Any]
 ) -> int:
-    """Read lines and answer them until the end of the input.
+    """Read texts and answer them until the end of the input.
 
     Raises:
         HeadraceError: the package cannot be used or the device failed.
     """
     package = find_model(args.model).package
     if sys.stdin.isatty():
-        _use_line_editor()
         print(HELP, file=sys.stderr)
-    with Runtime.load(package, args.device, max_sequences=1, **engine_options) as runtime:
+    with (
+        line_editor(history_file()),
+        Runtime.load(package, args.device, max_sequences=1, **engine_options) as runtime,
+    ):
         conversation = Conversation(runtime, args.system, with_limit(runtime, sampling_options))
-        while (line := _read_line()) is not None and line.strip() != "/quit":
-            command = line.strip()
-            if command == "/reset":
-                conversation.reset()
-            elif command == "/stats":
-                print(conversation.stats(), file=sys.stderr)
-            elif command.startswith(("/save ", "/load ")):
-                print(conversation.keep(*command.split(maxsplit=1)), file=sys.stderr)
-            elif command.startswith("/") and " " not in command:
-                print(HELP, file=sys.stderr)
-            elif command:
-                conversation.ask(line)
-    return 0
+        while True:
+            try:
+                text = read_text()
+                if text is None or text.strip() == "/quit":
+                    return 0
+                _obey(conversation, text)
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+
+
+def _obey(conversation: Conversation, text: str) -> None:
+    """Carry out a command, or answer what is none."""
+    command = text.strip()
+    if command == "/reset":
+        conversation.reset()
+    elif command == "/stats":
+        print(conversation.stats(), file=sys.stderr)
+    elif command.startswith(("/save ", "/load ")):
+        print(conversation.keep(*command.split(maxsplit=1)), file=sys.stderr)
+    elif command.startswith("/") and " " not in command:
+        print(HELP, file=sys.stderr)
+    elif command:
+        conversation.ask(text)
 
 
 class Conversation:
@@ -93,10 +107,12 @@ class Conversation:
         """
         turn = messages(self._system if not self._messages else None, text)
         seen: list[TokenDelta] = []
+        times_s: list[float] = []
         start = time.perf_counter()
         try:
             for delta in self._runtime.chat([*self._messages, *turn], stream=True, **self._options):
                 seen.append(delta)
+                times_s.append(time.perf_counter() - start)
                 print(delta.text, end="", flush=True)
         except RequestError as error:
             print(f"{error}; /reset begins anew", file=sys.stderr)
@@ -107,33 +123,16 @@ class Conversation:
         answer = "".join(delta.text for delta in seen)
         if answer:
             self._messages += [*turn, {"role": "assistant", "content": answer}]
-        self._stats = _describe(seen, time.perf_counter() - start, self._runtime)
+        if seen:
+            self._stats = _describe(seen, times_s, self._runtime)
 
 
-def _describe(seen: list[TokenDelta], seconds: float, runtime: Runtime) -> str:
-    tokens = sum(len(delta.token_ids) for delta in seen)
+def _describe(seen: list[TokenDelta], times_s: list[float], runtime: Runtime) -> str:
     caps = runtime.capabilities
+    new = sum(len(delta.token_ids) for delta in seen)
+    guessed = sum(delta.num_accepted for delta in seen)
+    used = seen[-1].prompt_tokens + new
     return (
-        f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tok/s with the prompt), "
-        f"{caps.name}, context {caps.context_tokens}"
+        f"{in_words(speed(seen, times_s))}; {guessed} of them guessed ahead; "
+        f"{used} of {caps.context_tokens} tokens of context used; {caps.name}"
     )
-
-
-def _read_line() -> str | None:
-    """The next line; None at the end of the input."""
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-
-
-def _use_line_editor() -> None:
-    """History and editing for `input`, where Python has them (not on Windows, whose terminal
-    does it)."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return

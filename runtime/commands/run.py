@@ -44,10 +44,10 @@ def run(
         times: list[float] = []
         stamped = _stamped(deltas, times)
         seen = list(stamped) if args.json else write_text(stamped)
-        speed = _speed(seen, [moment - start for moment in times])
-        print(json.dumps(_summary(seen) | speed, ensure_ascii=False) if args.json else "")
+        timing = speed(seen, [moment - start for moment in times])
+        print(json.dumps(_summary(seen) | timing, ensure_ascii=False) if args.json else "")
         if model.is_new:
-            say(_in_words(speed))
+            say(in_words(timing))
     return 0
 
 
@@ -151,7 +151,7 @@ def _summary(seen: list[TokenDelta]) -> dict[str, Any]:
     }
 
 
-def _speed(seen: list[TokenDelta], times_s: list[float]) -> dict[str, Any]:
+def speed(seen: list[TokenDelta], times_s: list[float]) -> dict[str, Any]:
     """How fast the answer was, given when its pieces came after it was asked for."""
     num_tokens = sum(len(delta.token_ids) for delta in seen)
     first, last = times_s[0], times_s[-1]
@@ -162,8 +162,9 @@ def _speed(seen: list[TokenDelta], times_s: list[float]) -> dict[str, Any]:
     }
 
 
-def _in_words(speed: dict[str, Any]) -> str:
-    rate = "" if speed["decode_tok_s"] is None else f", then {speed['decode_tok_s']:.1f} tokens/s"
-    return (
-        f"{speed['completion_tokens']} tokens, the first after {speed['first_token_s']:.2f} s{rate}"
-    )
+def in_words(timing: dict[str, Any]) -> str:
+    """What `speed` found, for people."""
+    rate = timing["decode_tok_s"]
+    then = "" if rate is None else f", then {rate:.1f} tokens/s"
+    first = f"the first after {timing['first_token_s']:.2f} s"
+    return f"{timing['completion_tokens']} tokens, {first}{then}"

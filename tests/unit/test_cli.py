@@ -194,7 +194,7 @@ def test_chat_is_a_conversation(
         conversation += [{"role": "assistant", "content": first}, conversation[0]]
         second = runtime.chat(conversation, max_new_tokens=8, temperature=0).text
     assert printed.out == f"{first}\n{second}\n{first}\n"
-    assert "tok/s" in printed.err
+    assert "tokens/s" in printed.err
     assert chat.HELP in printed.err
 
 

@@ -13,32 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from headrace.backends.base import Capabilities
-from headrace.runtime.answer import Request
-from headrace.runtime.chat.prompt import ChatPrompt, PromptTokenizer, chat_prompt
-from headrace.runtime.chat.template import ChatTemplate
+from headrace.runtime.chat.prompt import PromptTokenizer
 from headrace.runtime.chat.tool_choice import Tools
 from headrace.runtime.completion import Completion, TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig, merge
 from headrace.runtime.core import LaneRecord, StepRecord
 from headrace.runtime.engine import Engine
-from headrace.runtime.errors import HeadraceError, RequestError
+from headrace.runtime.preparing import Preparer
 from headrace.runtime.prompts import (
     Messages,
     Prompt,
-    as_token_ids,
     is_conversation,
     split_prompts,
 )
 from headrace.runtime.session import Session, read_session, write_session
 from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
-from headrace.runtime.worker import RequestHandle, Worker
+from headrace.runtime.worker import Listener, RequestHandle, Worker
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -66,7 +63,7 @@ class Runtime:
         default_config: GenerationConfig | None = None,
         chat_template: str | None = None,
     ) -> None:
-        self._template = None if chat_template is None else ChatTemplate(chat_template)
+        self._preparer = Preparer(engine, tokenizer, chat_template)
         self.default_config = default_config or GenerationConfig()
         self._engine, self.tokenizer = engine, tokenizer
         self._worker = Worker(engine)
@@ -156,8 +153,8 @@ class Runtime:
         merged = self._merge(config, overrides)
         is_single, items = split_prompts(prompts)
         if is_single:
-            return run_all(self._worker, [self._prepare(items[0], merged)])[0]
-        return run_all(self._worker, self._prepare_many(items, merged))
+            return run_all(self._worker, [self._preparer.request(items[0], merged)])[0]
+        return run_all(self._worker, self._preparer.requests(items, merged))
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
@@ -169,7 +166,7 @@ class Runtime:
         Raises:
             as `generate`, and QueueFullError at the first `next`.
         """
-        return iterate(self._worker, self._prepare(prompt, self._merge(config, overrides)))
+        return iterate(self._worker, self._preparer.request(prompt, self._merge(config, overrides)))
 
     @overload
     def chat(
@@ -218,19 +215,35 @@ class Runtime:
         Raises:
             as `generate`, and TemplateError where the model's template refuses the messages.
         """
-        request = self._prepare_chat(messages, self._merge(config, overrides), tools, tool_choice)
+        request = self._preparer.chat_request(
+            messages, self._merge(config, overrides), tools, tool_choice
+        )
         return iterate(self._worker, request) if stream else run_all(self._worker, [request])[0]
 
     def submit(
-        self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
+        self,
+        prompt: Prompt | Messages,
+        config: GenerationConfig | None = None,
+        *,
+        on_delta: Listener | None = None,
+        **overrides: Any,
     ) -> RequestHandle:
-        """Start decoding a prompt and return at once.
+        """Start decoding a prompt, or the answer to a conversation, and return at once.
+
+        Args:
+            on_delta: called with each piece, and with None at the end, when the handle has the
+                result. It is called by the engine's thread, so it should pass the piece on and
+                return. If it raises, the request is cancelled.
 
         Raises:
             as `generate`, and QueueFullError.
         """
-        request = self._prepare(prompt, self._merge(config, overrides))
-        handle = self._worker.submit(request, streaming=True)
+        merged = self._merge(config, overrides)
+        if is_conversation(prompt):
+            request = self._preparer.chat_request(prompt, merged)
+        else:
+            request = self._preparer.request(prompt, merged)
+        handle = self._worker.submit(request, streaming=True, listener=on_delta)
         handle.keep_alive = self
         return handle
 
@@ -258,9 +271,9 @@ class Runtime:
         merged = self._merge(config, overrides)
         is_single, items = split_prompts(prompts)
         if is_single:
-            request = await asyncio.to_thread(self._prepare, items[0], merged)
+            request = await asyncio.to_thread(self._preparer.request, items[0], merged)
             return (await arun_all(self._worker, [request]))[0]
-        requests = await asyncio.to_thread(self._prepare_many, items, merged)
+        requests = await asyncio.to_thread(self._preparer.requests, items, merged)
         return await arun_all(self._worker, requests)
 
     async def astream(
@@ -268,7 +281,7 @@ class Runtime:
     ) -> AsyncGenerator[TokenDelta, None]:
         """`stream` for asyncio; every error comes at the first step of the iteration."""
         merged = self._merge(config, overrides)
-        request = await asyncio.to_thread(self._prepare, prompt, merged)
+        request = await asyncio.to_thread(self._preparer.request, prompt, merged)
         async with aclosing(aiterate(self._worker, request)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -309,7 +322,9 @@ class Runtime:
     ) -> Completion | AsyncGenerator[TokenDelta, None]:
         """`chat` for asyncio: `await` gives the completion or, with `stream`, an iterator."""
         merged = self._merge(config, overrides)
-        request = await asyncio.to_thread(self._prepare_chat, messages, merged, tools, tool_choice)
+        request = await asyncio.to_thread(
+            self._preparer.chat_request, messages, merged, tools, tool_choice
+        )
         if stream:
             return aiterate(self._worker, request)
         return (await arun_all(self._worker, [request]))[0]
@@ -325,9 +340,9 @@ class Runtime:
             OSError: the file cannot be written; one that was there before is left.
         """
         if is_conversation(prompt):
-            tokens = self._chat_prompt(prompt, self.default_config, None, "auto").token_ids
+            tokens = self._preparer.chat_prompt(prompt, self.default_config).token_ids
         else:
-            tokens = self._token_ids(prompt)
+            tokens = self._preparer.token_ids(prompt)
         num_tokens, data = self._worker.run(lambda engine: engine.read_kv(tokens)).result()
         identity = self.capabilities.kv_identity
         write_session(Path(path), identity, prompt, tokens[:num_tokens], data.result())
@@ -366,34 +381,3 @@ class Runtime:
         self, config: GenerationConfig | None, overrides: Mapping[str, Any]
     ) -> GenerationConfig:
         return merge(config or self.default_config, overrides)
-
-    def _prepare(self, prompt: Any, config: GenerationConfig) -> Request:
-        return self._engine.prepare(self._token_ids(prompt), config)
-
-    def _prepare_many(self, prompts: Iterable[Any], config: GenerationConfig) -> list[Request]:
-        requests = []
-        for index, prompt in enumerate(prompts):
-            try:
-                requests.append(self._prepare(prompt, config))
-            except HeadraceError as error:
-                error.args = (f"prompt {index}: {error}",)
-                raise
-        return requests
-
-    def _prepare_chat(
-        self, messages: Messages, config: GenerationConfig, tools: Tools | None, tool_choice: str
-    ) -> Request:
-        prompt = self._chat_prompt(messages, config, tools, tool_choice)
-        return self._engine.prepare(prompt.token_ids, prompt.config, prompt.make_text)
-
-    def _chat_prompt(
-        self, messages: Messages, config: GenerationConfig, tools: Tools | None, tool_choice: str
-    ) -> ChatPrompt:
-        if self._template is None:
-            raise RequestError("the model has no chat template; use generate with a whole prompt")
-        return chat_prompt(self._template, self.tokenizer, messages, config, tools, tool_choice)
-
-    def _token_ids(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode_prompt(prompt)
-        return as_token_ids(prompt)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from engine_samples import LETTERS, VOCAB, make_engine, make_runtime, speller
 
 from headrace.backends.fake import FakeBackend
 from headrace.runtime import EngineConfig, GenerationConfig, Runtime
+from headrace.runtime.completion import TokenDelta
 from headrace.runtime.core import FinishReason
 from headrace.runtime.errors import (
     BackendError,
@@ -211,6 +213,27 @@ def test_handles() -> None:
         handle.cancel()
         runtime.cancel(handle)
         runtime.cancel(12345)
+
+
+def test_pieces_are_called_back() -> None:
+    with make_runtime() as runtime:
+        for prompt in ("abc", [{"role": "user", "content": "hi"}]):
+            pieces: queue.SimpleQueue[TokenDelta | None] = queue.SimpleQueue()
+            handle = runtime.submit(prompt, max_new_tokens=9, on_delta=pieces.put)
+            heard = list(iter(partial(pieces.get, timeout=20), None))
+            assert handle.done and "".join(d.text for d in heard if d) == handle.result(0).text
+        expected = runtime.chat([{"role": "user", "content": "hi"}], max_new_tokens=9)
+        assert handle.result(0) == expected
+
+
+def test_a_callback_that_fails_cancels_its_request_alone() -> None:
+    def fail(delta: object) -> None:
+        raise ZeroDivisionError
+
+    with make_runtime(slow()) as runtime:
+        handle = runtime.submit("a", on_delta=fail, **FOREVER)
+        assert handle.result(20).finish_reason is FinishReason.CANCELLED
+        assert runtime.generate("b", max_new_tokens=3, ignore_eos=True).completion_tokens == 3
 
 
 def test_the_queue_is_bounded() -> None:

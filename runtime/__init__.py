@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headrace.runtime.child.entry import freeze_support
     from headrace.runtime.config import EngineConfig, GenerationConfig
     from headrace.runtime.encoder.embedder import Embedder
+    from headrace.runtime.errors import HeadraceError
     from headrace.runtime.grammar.spec import Grammar
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "EngineConfig",
     "GenerationConfig",
     "Grammar",
+    "HeadraceError",
     "Runtime",
     "freeze_support",
 ]
@@ -31,6 +33,7 @@ _HOMES = {
     "GenerationConfig": "config",
     "Embedder": "encoder.embedder",
     "Grammar": "grammar.spec",
+    "HeadraceError": "errors",
     "freeze_support": "child.entry",
 }
 

@@ -56,7 +56,7 @@ class Choice:
     logprobs: tuple[SampledToken, ...] | None
     entropy_nats: tuple[float, ...]
     tool_calls: tuple[ToolCall, ...] = ()
-    drafted: tuple[bool, ...] = ()
+    drafted: tuple[bool, ...] = field(default=(), compare=False)  # how it came, not what it is
 
 
 @dataclass(frozen=True, slots=True)

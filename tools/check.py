@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TYPING = ROOT / ".typing"
-CHECKED = ("runtime", "backends", "exporters", "tools", "tests")
+CHECKED = ("runtime", "backends", "exporters", "tools", "tests", "examples")
 # Tests and benchmarks import their helpers by plain names.
 MYPYPATH = (".typing", "tests", "tests/arch", "tests/unit", "tools", "tools/bench")
 

@@ -37,6 +37,7 @@ SYSTEM_PACKAGES = {
     "qemu-x86_64": "qemu-user",
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
+    "Xvfb": "xvfb",
 }
 
 _START = time.monotonic()
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-system-packages",
         action="store_true",
-        help="test: do not install qemu-user and chromium, not even as root on Debian",
+        help="test: do not install qemu-user, chromium and xvfb, not even as root on Debian",
     )
     return parser
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = ("runtime", "backends", "exporters")
-CODE = (*INSTALLED, "tools", "tests")
+CODE = (*INSTALLED, "tools", "tests", "examples")
 
 
 @dataclass(frozen=True, slots=True)

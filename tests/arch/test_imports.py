@@ -97,6 +97,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "torch": ("exporters.train", "backends.tensor_parallel.gloo"),
     "platformdirs": ("runtime.store.places",),
     "filelock": ("runtime.store", "runtime.commands.answer_file"),
+    "PyInstaller": ("runtime.pyinstaller",),
     "rich": ("exporters.cli",),
     "pydantic": ("runtime.server",),
     "starlette": ("runtime.server",),

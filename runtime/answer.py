@@ -66,7 +66,7 @@ class Answer:
 
     def draw(self, row: Row, output: StepOutput, line: int) -> FinishReason | None:
         """Draw and accept tokens as long as they are what was drafted; STOP where one ends the
-        answer.
+        answer. A stop string is found later, by `read`.
 
         Args:
             line: of the output, where the row's logits begin.
@@ -75,7 +75,7 @@ class Answer:
             whatever the sampler raises; `sampled` has what was accepted before.
         """
         sampler, sequence, drafts = self.sampler, self.sequence, row.drafts
-        self.new_text, sampled = "", list[SampledToken]()
+        sampled = list[SampledToken]()
         for i in range(row.num_logits):
             given = None if output.probabilities is None else output.probabilities.rows(line + i)
             position = len(sequence.tokens) + i
@@ -88,14 +88,26 @@ class Answer:
             if sampler.is_stop_token(token_id, sequence.generated_len + i + 1):
                 self.matched_stop = token_id
                 return FinishReason.STOP
-            self.new_text += self.text.push((token_id,))
-            self.matched_stop = self.text.stopped
-            if self.matched_stop is not None or sampler.is_complete:
+            if sampler.is_complete:
                 return FinishReason.STOP
             if token_id != draft:
                 break
         sequence.forced = sampler.forced
         return None
+
+    def read(self) -> bool:
+        """Make text of what was drawn; True where a stop string ends the answer. What was drawn
+        behind that is dropped."""
+        self.new_text = ""
+        text_len = len(self.sampled) - (self.matched_stop is not None)  # a stop token is no text
+        for i in range(text_len):
+            self.new_text += self.text.push((self.sampled[i].token_id,))
+            if self.text.stopped is not None:
+                self.matched_stop = self.text.stopped
+                self.sampled = self.sampled[: i + 1]
+                self.num_accepted = min(self.num_accepted, i + 1)
+                return True
+        return False
 
     def guess(self, position: int, output: StepOutput, line: int) -> int:
         """A draft for a position, from the output of a draft model."""

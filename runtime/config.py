@@ -192,6 +192,8 @@ class EngineConfig:
         context_tokens: longest sequence, shorter than the model's own.
         target: which of the package's targets to load, e.g. "cpu_int8".
         form: which of the target's graphs to load, e.g. "ragged".
+        pipeline_depth: steps that may be under way at once, 1 to 12. From 2 on the text of a step
+            is made and delivered while the next one runs.
         isolated: run the model in a process of its own. If that crashes or is killed, it is started
             again and answers go on.
 
@@ -213,6 +215,7 @@ class EngineConfig:
     context_tokens: int | None = None
     target: str | None = None
     form: str | None = None
+    pipeline_depth: int = 1
     isolated: bool = False
 
     _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
@@ -335,6 +338,7 @@ EngineConfig._CHECKS = {
     "context_tokens": integer(2, optional=True),
     "target": named,
     "form": named,
+    "pipeline_depth": integer(1, 12),
     "isolated": flag,
 }
 

@@ -1,8 +1,10 @@
 """Requests in, tokens out: one step at a time, on one thread.
 
 `prepare` may be called from any thread and raises whatever is wrong with a request; from then on
-nothing but `cancel`, its own sampling or the device can end it early. `add`, `cancel` and `step`
-belong to one thread. A step is schedule, run, sample, commit, emit.
+nothing but `cancel`, its own sampling or the device can end it early. All else belongs to one
+thread. A step is `start` (schedule, hand to the backend), `finish` (wait, sample, commit) and
+`read` (text, stop strings): in this order in `step`, while `pipeline` reads a step as the next one
+runs.
 
 A request fails alone where its own sampling fails. A step that the backend fails ends everything
 that ran in it; waiting requests go on. A second failure with no good step between says that the
@@ -12,9 +14,7 @@ ran goes on in another one (`restarts`).
 
 from __future__ import annotations
 
-import itertools
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,6 +26,7 @@ from headrace.runtime.answer import Answer, Request, StepEvent, Text
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
+    FinishReason,
     RowResult,
     Sequence,
     StepPlan,
@@ -41,10 +42,9 @@ from headrace.runtime.errors import (
     EngineProcessError,
     RequestError,
 )
-from headrace.runtime.grammar.matcher import GrammarCompiler, GrammarMatcher
+from headrace.runtime.grammar.matcher import GrammarCompiler
+from headrace.runtime.request_maker import RequestMaker
 from headrace.runtime.restarts import Restarts
-from headrace.runtime.sampling.candidates import Scratch
-from headrace.runtime.sampling.sampler import Sampler, sample_seed
 from headrace.runtime.scheduling.fairness import Fairness
 from headrace.runtime.scheduling.scheduler import Scheduler
 from headrace.runtime.step_log import StepLog
@@ -86,22 +86,23 @@ class Engine:
         self.log = StepLog()
         self.closed_by: Exception | None = None
         self._backend = backend
-        self._make_text, self._grammars = make_text, grammars
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._make_text = make_text
         self._limits = engine_limits(self.config, self.capabilities)
         self._draft_model: DraftModel | None = None
         self._draft_heads = draft_heads
         self._drafter = drafter or self._make_drafter(draft_backend)
         self._scheduler = Scheduler(self._limits, fairness, self._drafter)
-        self._scratch = Scratch(self.capabilities.vocab_size)
+        self._requests = RequestMaker(self._limits, self.capabilities, eos_token_ids, grammars)
         self._answers: dict[int, Answer] = {}
         self._transfers, self._restarts = Transfers(), Restarts()
-        self._next_id = itertools.count().__next__  # atomic: `prepare` runs on many threads
         self._last_step_failed = False
+        # The plan under way, its ticket or why it could not be handed over, and when it began.
+        self._started: tuple[StepPlan, int | Exception, float] | None = None
+        self._unread: list[Answer] = []  # of the step before
 
     @property
     def has_work(self) -> bool:
-        return self.closed_by is None and self._scheduler.has_work
+        return self.closed_by is None and (self._scheduler.has_work or bool(self._unread))
 
     @property
     def steps(self) -> deque[StepRecord]:
@@ -139,56 +140,7 @@ class Engine:
             PromptTooLongError: the context has no room for a new token.
             InsufficientMemoryError: the KV budget could never hold prompt and answer.
         """
-        ids = tuple(prompt_ids)
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        vocab_size = self.capabilities.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            beyond = next(i for i in ids if not 0 <= i < vocab_size)
-            raise RequestError(
-                f"the prompt has token {beyond}, but the vocabulary has {vocab_size} tokens"
-            )
-        matcher = self._matcher(config)
-        max_new_tokens = self._limits.new_tokens(len(ids), config.max_new_tokens)
-        seed = secrets.randbits(64) if config.seed is None else config.seed
-        request = Request(self._next_id(), ids, config)
-        for index in range(config.n):
-            seq_id = self._next_id() if index else request.request_id
-            sampler = Sampler(
-                config,
-                ids,
-                self._eos_token_ids,
-                sample_seed(seed, index),
-                self._scratch,
-                None if matcher is None else matcher.copy(),
-            )
-            sequence = Sequence(
-                seq_id,
-                list(ids),
-                len(ids),
-                max_new_tokens,
-                inverse_temperature=sampler.inverse_temperature,
-                priority=config.priority,
-                is_lossy=config.typical_acceptance > 0.0,
-            )
-            request.answers.append(
-                Answer(
-                    request,
-                    index,
-                    sequence,
-                    sampler,
-                    (make_text or self._make_text)(config),
-                    has_logprobs=config.logprobs is not None,
-                )
-            )
-        return request
-
-    def _matcher(self, config: GenerationConfig) -> GrammarMatcher | None:
-        if config.grammar is None:
-            return None
-        if self._grammars is None:
-            raise RequestError("this engine was made without a compiler for grammars")
-        return self._grammars.matcher(config.grammar)
+        return self._requests.make(prompt_ids, config, make_text or self._make_text)
 
     def read_kv(self, tokens: list[int]) -> tuple[int, Future[bytes]]:
         """Ask for what is there of a text: how many tokens, and their keys and values, which come
@@ -223,11 +175,13 @@ class Engine:
 
     def cancel(self, request: Request) -> list[StepEvent]:
         """End a request; what was written so far stands. Nothing for one that has ended."""
-        return [
+        events = self.read()
+        events += [
             StepEvent(request, answer.cancelled())
             for answer in request.answers
             if self._drop(answer)
         ]
+        return events
 
     def step(self) -> list[StepEvent]:
         """Run one step and say what came of it; nothing when there is nothing to do.
@@ -235,14 +189,37 @@ class Engine:
         Raises:
             EngineClosedError: the engine was closed, or its backend is broken.
         """
+        self.start()
+        return [*self.finish(), *self.read()]
+
+    def start(self) -> None:
+        """Hand the next step to the backend, if there is something to do.
+
+        Raises:
+            EngineClosedError: the engine was closed, or its backend is broken.
+        """
         if self.closed_by is not None:
             raise EngineClosedError(str(self.closed_by)) from self.closed_by
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
-            return []
+            return
         try:
-            output = self._backend.collect(self._backend.submit(plan))
+            ticket: int | Exception = self._backend.submit(plan)
+        except Exception as error:
+            ticket = error
+        self._started = plan, ticket, start_s
+
+    def finish(self) -> list[StepEvent]:
+        """Wait for the step that was started and draw its tokens; says whose requests failed."""
+        assert not self._unread
+        if self._started is None:
+            return []
+        (plan, ticket, start_s), self._started = self._started, None
+        try:
+            if isinstance(ticket, Exception):
+                raise ticket
+            output = self._backend.collect(ticket)
         except EngineProcessError as error:
             return self._restart(error)
         except Exception as error:
@@ -251,85 +228,33 @@ class Engine:
         self._restarts.step_done()
         if plan.kv_ops:
             self._transfers.settle(plan, output.kv_reads)
-        stepped = self._sample(plan, output)
-        results = tuple([result for _, result in stepped])
+        self._unread, results = self._sample(plan, output)
         self._scheduler.commit(plan, StepResult(plan.step_id, results, output.model_ms))
-        events = self._emit([answer for answer, _ in stepped])
-        total_ms = (time.perf_counter() - start) * 1e3
-        draft_ms = 0.0 if self._drafter is None else self._drafter.model_ms
         self.log.add(
             plan,
-            [answer.num_accepted for answer, _ in stepped],
+            [
+                result.num_accepted(row.drafts)
+                for row, result in zip(plan.rows, results, strict=True)
+            ],
             model_ms=output.model_ms,
-            total_ms=total_ms,
-            draft_ms=draft_ms,
+            total_ms=(time.perf_counter() - start_s) * 1e3,
+            draft_ms=0.0 if self._drafter is None else self._drafter.model_ms,
             waiting=self._scheduler.num_waiting,
         )
-        return events
+        return []
 
-    def close(self, reason: Exception | None = None) -> list[StepEvent]:
-        """End everything and give the backend's memory back. Calling it again does nothing.
-
-        Args:
-            reason: what unfinished requests fail with; `EngineClosedError` unless given.
-        """
-        if self.closed_by is not None:
-            return []
-        self.closed_by = reason or EngineClosedError("the runtime was closed")
-        requests = dict.fromkeys(answer.request for answer in self._answers.values())
-        events = [StepEvent(request, None, self.closed_by) for request in requests]
-        for answer in list(self._answers.values()):
-            self._drop(answer)
-        self._transfers.fail(self.closed_by)
-        self._backend.close()
-        for guesser in (self._draft_model, self._draft_heads):
-            if guesser is not None:
-                guesser.close()
-        return events
-
-    def check_integrity(self) -> None:
-        """Assert that the books are in order; between steps."""
-        self._scheduler.check_integrity()
-        held = self._scheduler.num_waiting + self._scheduler.num_running
-        assert len(self._answers) == held
-
-    def _make_drafter(self, draft_backend: Backend | None) -> Drafter | None:
-        config, caps = self.config, self.capabilities
-        max_drafts = num_drafts(
-            config.max_draft_tokens, max_row_tokens=caps.max_row_tokens, exact_rows=caps.exact_rows
-        )
-        if not max_drafts:
-            if draft_backend is not None:
-                logger.warning(
-                    "the draft model is not used: max_draft_tokens is 0, as it is by default where "
-                    "drafts could change an answer"
-                )
-            return None
-        if draft_backend is not None:
-            self._draft_model = DraftModel(
-                draft_backend,
-                caps.kv_budget_tokens,
-                lambda seq_id, *where: self._answers[seq_id].guess(*where),
-            )
-        cap_nats, pool_tokens = config.batch_entropy_cap_nats, config.draft_pool_tokens
-        return Drafter(max_drafts, cap_nats, pool_tokens, self._draft_model, self._draft_heads)
-
-    def _sample(self, plan: StepPlan, output: StepOutput) -> list[tuple[Answer, RowResult]]:
-        """Draw the tokens of every row with logits, in the order of the plan."""
-        stepped: list[tuple[Answer, RowResult]] = []
-        line = 0
-        for row in plan.rows:
-            answer = self._answers[row.seq_id]
-            stepped.append((answer, answer.take(row, output, line)))
-            if self._draft_heads is not None and answer.sampled:
-                self._draft_heads.keep(answer.sequence, len(answer.sampled), output, line)
-            line += row.num_logits
-        return stepped
-
-    def _emit(self, answers: Iterable[Answer]) -> list[StepEvent]:
-        """What a committed step means to those who asked."""
+    def read(self) -> list[StepEvent]:
+        """What the last finished step means to those who asked. A stop string that comes to light
+        ends its answer, also in the step that is running."""
+        answers, self._unread = self._unread, []
         events: list[StepEvent] = []
         for answer in answers:
+            try:
+                if answer.error is None and answer.read():
+                    self._scheduler.end(answer.sequence.seq_id, FinishReason.STOP)
+                    answer.sequence.finish_reason = FinishReason.STOP
+            except Exception as error:  # a request fails alone, whatever went wrong in it
+                answer.error = error
             if answer.error is not None and answer.sequence.seq_id in self._answers:
                 logger.warning("a request failed: %s", answer.error)
                 events += self._fail_requests([answer.sequence], answer.error)
@@ -356,6 +281,75 @@ class Engine:
             )
             events.append(StepEvent(answer.request, delta))
         return events
+
+    def close(self, reason: Exception | None = None) -> list[StepEvent]:
+        """End everything and give the backend's memory back. Calling it again does nothing.
+
+        Args:
+            reason: what unfinished requests fail with; `EngineClosedError` unless given.
+        """
+        if self.closed_by is not None:
+            return []
+        events = self.read()
+        self.closed_by = reason or EngineClosedError("the runtime was closed")
+        requests = dict.fromkeys(answer.request for answer in self._answers.values())
+        events += [StepEvent(request, None, self.closed_by) for request in requests]
+        for answer in list(self._answers.values()):
+            self._drop(answer)
+        self._transfers.fail(self.closed_by)
+        self._backend.close()
+        for guesser in (self._draft_model, self._draft_heads):
+            if guesser is not None:
+                guesser.close()
+        return events
+
+    def check_integrity(self) -> None:
+        """Assert that the books are in order; between steps."""
+        self._scheduler.check_integrity()
+        held = self._scheduler.num_waiting + self._scheduler.num_running
+        unfinished = [a for a in self._answers.values() if a.sequence.finish_reason is None]
+        assert len(unfinished) == held and (self._unread or len(self._answers) == held)
+
+    def _make_drafter(self, draft_backend: Backend | None) -> Drafter | None:
+        config, caps = self.config, self.capabilities
+        max_drafts = num_drafts(
+            config.max_draft_tokens, max_row_tokens=caps.max_row_tokens, exact_rows=caps.exact_rows
+        )
+        if not max_drafts:
+            if draft_backend is not None:
+                logger.warning(
+                    "the draft model is not used: max_draft_tokens is 0, as it is by default where "
+                    "drafts could change an answer"
+                )
+            return None
+        if draft_backend is not None:
+            self._draft_model = DraftModel(
+                draft_backend,
+                caps.kv_budget_tokens,
+                lambda seq_id, *where: self._answers[seq_id].guess(*where),
+            )
+        cap_nats, pool_tokens = config.batch_entropy_cap_nats, config.draft_pool_tokens
+        return Drafter(max_drafts, cap_nats, pool_tokens, self._draft_model, self._draft_heads)
+
+    def _sample(
+        self, plan: StepPlan, output: StepOutput
+    ) -> tuple[list[Answer], tuple[RowResult, ...]]:
+        """Draw the tokens of every row with logits: answers to read, and results in the order of
+        the plan."""
+        stepped: list[Answer] = []
+        results: list[RowResult] = []
+        line = 0
+        for row in plan.rows:
+            answer = self._answers.get(row.seq_id)
+            if answer is None:  # it ended while the step ran
+                results.append(RowResult(row.seq_id, ()))
+            else:
+                results.append(answer.take(row, output, line))
+                if self._draft_heads is not None and answer.sampled:
+                    self._draft_heads.keep(answer.sequence, len(answer.sampled), output, line)
+                stepped.append(answer)
+            line += row.num_logits
+        return stepped, tuple(results)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[StepEvent]:
         """End what ran in a failed step, or everything where the backend is broken."""

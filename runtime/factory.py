@@ -24,6 +24,7 @@ from headrace.runtime.grammar.matcher import GrammarCompiler
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.machine.memory import trim_heap
 from headrace.runtime.manifest import Manifest, package_path, read_manifest
+from headrace.runtime.pipeline import ThreadedBackend
 from headrace.runtime.text import TextStream
 from headrace.runtime.tokenizer import Tokenizer
 
@@ -46,6 +47,8 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
     if config.draft_package is not None:
         draft = _draft_backend(folder, manifest, tokenizer, config, Path(config.draft_package))
     backend = _backend(device, folder, manifest, config)
+    if config.pipeline_depth > 1 and not config.isolated:  # a process works beside us anyway
+        backend = ThreadedBackend(backend)
     try:
         eos_token_ids = manifest.tokenizer.eos_token_ids
         grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, eos_token_ids)

@@ -22,6 +22,7 @@ from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, Token
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import EngineClosedError, QueueFullError
 from headrace.runtime.mailbox import Mailbox
+from headrace.runtime.pipeline import step_in_order, step_overlapped
 
 logger = logging.getLogger(__name__)
 
@@ -264,8 +265,10 @@ class Worker:
     def _run(self) -> None:
         reason: Exception | None = None
         try:
+            is_overlapped = self._engine.config.pipeline_depth > 1
+            step = step_overlapped if is_overlapped else step_in_order
             while self._apply_inbox():
-                self._deliver(self._engine.step())
+                step(self._engine, self._deliver)
                 if self._engine.closed_by is not None:
                     break
         except BaseException as error:  # our own mistake: nobody must wait for ever for it

@@ -9,7 +9,8 @@ it had when its turn comes again.
 A prompt that begins like a text whose KV is still there, or is being computed, shares that
 (`prefix_cache.py`): chat turns, system prompts, the siblings of `n` > 1.
 
-The caller alternates `schedule` with `commit` (or `fail`); `add` and `cancel` may come at any time.
+The caller alternates `schedule` with `commit` (or `fail`); `add`, `cancel` and `end` may come at
+any time.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ class Scheduler:
         self._waiting[sequence.seq_id] = sequence
 
     def cancel(self, seq_id: int) -> bool:
+        """`end`, because nobody wants more of it."""
+        return self.end(seq_id, FinishReason.CANCELLED)
+
+    def end(self, seq_id: int, reason: FinishReason) -> bool:
         """End a sequence now; what a step in flight says about it is dropped.
 
         Returns:
@@ -106,10 +111,9 @@ class Scheduler:
         """
         if sequence := self._waiting.pop(seq_id, None):
             self._forget_drafts(sequence)
-            sequence.state = SequenceState.FINISHED
-            sequence.finish_reason = FinishReason.CANCELLED
+            sequence.state, sequence.finish_reason = SequenceState.FINISHED, reason
         elif sequence := self._running.get(seq_id):
-            self._finish(sequence, FinishReason.CANCELLED)
+            self._finish(sequence, reason)
         return sequence is not None
 
     def schedule(self) -> StepPlan | None:

@@ -20,7 +20,9 @@ def reciter() -> FakeBackend:
     def script(prefix: object) -> int:
         return LETTERS.index(CYCLE[len(prefix) % len(CYCLE)])  # type: ignore[arg-type]
 
-    return FakeBackend(max_slots=4, logits=scripted_logits(VOCAB, script), context_tokens=1024)
+    logits = scripted_logits(VOCAB, script)
+    # Asleep for most of a step, so that drafts are worth it on any machine.
+    return FakeBackend(max_slots=4, logits=logits, context_tokens=1024, delay_ms=1.0)
 
 
 def deltas_of(engine: Engine, *configs: GenerationConfig) -> list[TokenDelta]:

@@ -77,6 +77,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         precision=args.precision,
         kv_cache=args.kv_cache,
         forms=tuple(args.form.split(",")),
+        stages=args.stages,
         rules=[parse_rule(rule) for rule in args.rule],
         quant_threshold=args.quant_threshold,
         force=args.force,
@@ -128,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
         default=",".join(DEFAULT_FORMS),
         metavar="LIST",
         help="graph forms: ragged, uniform, tree (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stages",
+        type=int,
+        default=1,
+        metavar="N",
+        help="write the graphs for the CPU in N consecutive parts, too",
     )
     parser.add_argument(
         "--quant-threshold",

@@ -33,6 +33,7 @@ class ExportOptions:
         quant_threshold: mean KL in nats against the FP32 model that the finished package may have
             on text that was not calibrated on; None: `DEFAULT_THRESHOLD_NATS` for `auto`, no
             limit for others.
+        stages: the CPU's graphs are also written in so many parts, each of some layers.
         force: write a package that is over the threshold.
         calibrate: False: round to nearest and measure nothing; the cache is float32.
         calibration_text: in place of the prose that comes with headrace.
@@ -49,6 +50,7 @@ class ExportOptions:
     forms: Sequence[str] = DEFAULT_FORMS
     rules: Sequence[Rule] = ()
     quant_threshold: float | None = None
+    stages: int = 1
     force: bool = False
     calibrate: bool = True
     calibration_text: str | None = None
@@ -73,6 +75,8 @@ class ExportOptions:
         threshold = self.quant_threshold
         if threshold is not None and not 0 < threshold < math.inf:
             raise ConfigError("quant_threshold", threshold, "a number of nats above 0")
+        if self.stages < 1:
+            raise ConfigError("stages", self.stages, "a number of stages above 0")
         needs = {
             f"precision {self.precision}": bool(chosen.measured),
             f"kv_cache {self.kv_cache}": self.kv_cache in ("int8", "int4"),
@@ -98,6 +102,8 @@ class ExportOptions:
             raise ConfigError("tensor_parallel", self.tensor_parallel, "2 or more processes")
         if self.qat_text is not None:
             raise ConfigError("tensor_parallel", self.tensor_parallel, "nothing beside --qat")
+        if self.stages > 1:
+            raise ConfigError("stages", self.stages, "1 with --tensor-parallel")
         keeps = [rule.format for rule in self.rules if rule.format == "keep"]
         if keeps or self.precision == "keep":
             raise ConfigError(

@@ -47,14 +47,16 @@ from headrace.exporters.rank_target import write_rank_target
 from headrace.exporters.report import precision_report
 from headrace.exporters.rotation import mixed_readers, rotation_report
 from headrace.exporters.shards import split_spec
+from headrace.exporters.stages import stage_layers
 from headrace.exporters.target_info import WEIGHTS_FILE, graph_info, tensor_infos
 from headrace.exporters.validate import check_graph
-from headrace.runtime.errors import ExportError
+from headrace.runtime.errors import ConfigError, ExportError
 from headrace.runtime.fidelity import Fidelity
 from headrace.runtime.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
     FileInfo,
+    GraphInfo,
     KvCacheInfo,
     Manifest,
     ModelInfo,
@@ -113,6 +115,8 @@ def export_package(
     report = progress or (lambda stage, done, total: None)
     with open_checkpoint(source) as checkpoint:
         spec = checked_spec(checkpoint)
+        if chosen.stages > spec.num_layers:
+            raise ConfigError("stages", chosen.stages, f"at most one a layer, {spec.num_layers}")
         tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
         training = None
         if chosen.qat_text is not None:
@@ -299,7 +303,11 @@ class _Export:
                 )
                 ir.save(model, folder / f"{form}.onnx")
                 graphs.append(graph_info(model, form, f"{name}/{form}.onnx"))
-            tensors, size = tensor_infos(store), store.size_bytes
+            tensors = tensor_infos(store)
+            if self.options.stages > 1:
+                layers = stage_layers(self.spec, tensors, self.options.stages)
+                graphs = [self._write_stages(parts, store, graph, layers) for graph in graphs]
+            size = store.size_bytes
         bits = None if parts.kv_scales is None else parts.kv_scales.bits
         values = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim
         return TargetInfo(
@@ -313,6 +321,17 @@ class _Export:
             tensors=tensors,
             weight_bytes=size,
         )
+
+    def _write_stages(
+        self, parts: DecoderParts, store: WeightStore, graph: GraphInfo, layers: list[range]
+    ) -> GraphInfo:
+        stages = []
+        for number, part in enumerate(layers):
+            model = build_decoder(parts, store, graph.form, layers=part)
+            file = f"{self.precision.target}/{graph.form}.{number + 1}of{len(layers)}.onnx"
+            ir.save(model, self.folder / file)
+            stages.append(graph_info(model, graph.form, file))
+        return dataclasses.replace(graph, stages=tuple(stages))
 
     def _write_tokenizer(self) -> TokenizerInfo:
         source = self.checkpoint.tokenizer

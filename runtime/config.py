@@ -194,6 +194,7 @@ class EngineConfig:
         form: which of the target's graphs to load, e.g. "ragged".
         pipeline_depth: steps that may be under way at once, 1 to 12. From 2 on the text of a step
             is made and delivered while the next one runs.
+        stages: run the graph in so many parts, one after the other, as it was exported.
         isolated: run the model in a process of its own. If that crashes or is killed, it is started
             again and answers go on.
 
@@ -216,6 +217,7 @@ class EngineConfig:
     target: str | None = None
     form: str | None = None
     pipeline_depth: int = 1
+    stages: int = 1
     isolated: bool = False
 
     _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
@@ -339,6 +341,7 @@ EngineConfig._CHECKS = {
     "target": named,
     "form": named,
     "pipeline_depth": integer(1, 12),
+    "stages": integer(1, 1024),
     "isolated": flag,
 }
 

@@ -64,6 +64,8 @@ ATTENTION_METADATA = "attention_metadata"  # int32 [2], on the host: bounds of n
 POSITIONS = "positions"  # int64 [N], where a model has learned positions
 ARGMAX = "argmax"  # int64 [R]: the likeliest token
 HEAD_MATRIX = "head.matrix"  # a weight: what the last hidden state is multiplied with, if rotated
+# Between stages, as layer {} takes them from those before it: float32 [N, hidden].
+LAYER_RESIDUAL, LAYER_NORMED = "layer_residual.{}", "layer_normed.{}"
 HIDDEN = "hidden"  # float32 [R, hidden]: last hidden state, after the final norm
 # Of the graph of heads: S states, K heads, the likeliest tokens of each head first.
 NUM_CANDIDATES = "num_candidates"  # int64 [1]: C
@@ -149,6 +151,7 @@ class GraphInfo:
         file: path within the package, with forward slashes.
         min_onnxruntime: oldest onnxruntime that runs it, "1.32".
         inputs, outputs: names without the per-layer cache.
+        stages: the same cut into consecutive layers, in their order; empty where it is not.
     """
 
     form: str
@@ -156,6 +159,7 @@ class GraphInfo:
     min_onnxruntime: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    stages: tuple[GraphInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +219,8 @@ class TargetInfo:
         """Of all its graphs and heads."""
         pieces = [file for rank in self.ranks for graph in rank.graphs for file in graph.files]
         heads = [] if self.heads is None else [self.heads.file]
-        return [*(graph.file for graph in self.graphs), *pieces, *heads]
+        graphs = [one.file for graph in self.graphs for one in (graph, *graph.stages)]
+        return [*graphs, *pieces, *heads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ def run_schedule(
     *,
     form: str | None = None,
     context_tokens: int | None = None,
+    stages: int = 1,
 ) -> tuple[list[Float], list[Float]]:
     """Load a package, run the steps on one thread; logits [T, V] and entropy [T] a sequence.
 
@@ -34,7 +35,11 @@ def run_schedule(
     sent has NaN.
     """
     config = EngineConfig(
-        max_sequences=len(sequences), num_threads=1, form=form, context_tokens=context_tokens
+        max_sequences=len(sequences),
+        num_threads=1,
+        form=form,
+        context_tokens=context_tokens,
+        stages=stages,
     )
     backend = create_backend("cpu", package, read_manifest(package), config, probe_hardware())
     return drive(backend, sequences, schedule)

@@ -1,4 +1,4 @@
-"""The CPU backend: one ONNX Runtime session, slots of KV, packed steps.
+"""The CPU backend: one ONNX Runtime session a stage, slots of KV, packed steps.
 
 On processors with AVX-512 VNNI or AMX the row-INT8 format runs on ONNX Runtime's integer GEMM; on
 others the same package runs on its other kernels (see `threads.choose_kernels`).
@@ -23,6 +23,7 @@ from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.cpu_avx512.layout import (
     BoundStep,
     ShapeKey,
+    Stage,
     shape_key,
     wants_probabilities,
 )
@@ -69,7 +70,7 @@ class CpuBackend:
     ) -> None:
         self._folder, self._manifest = folder, manifest
         self._config, self._hardware = config, hardware
-        self._session: Any = None
+        self._stages: list[Stage] = []
         self._logits, self._probabilities = _NO_LOGITS, Probabilities.empty(0, 0)
         self._next_ticket = 0
         self._results: dict[int, StepOutput] = {}
@@ -84,10 +85,12 @@ class CpuBackend:
         if kernels.warning:
             logger.warning(kernels.warning)
         self._require_memory(target)
-        self._session = self._open(graph, threads.num_threads, kernels.session_options)
+        self._stages = [
+            Stage(self._open(part, threads.num_threads, kernels.session_options))
+            for part in self._parts(graph)
+        ]
         self._check_vocabulary(graph)
-        self._inputs = frozenset(graph.inputs)
-        outputs = {output.name for output in self._session.get_outputs()}
+        outputs = self._stages[-1].outputs
         self._gives_probabilities = BLOCK_MAXIMA in outputs
         self._hidden_size = self._manifest.model.hidden_size if HIDDEN in outputs else 0
         self._ragged = graph.form != "uniform"
@@ -133,7 +136,7 @@ class CpuBackend:
     def close(self) -> None:
         self._bound.clear()
         self._results.clear()
-        self._session = None
+        self._stages = []
         if hasattr(self, "_kv"):
             self._kv.close()
             del self._kv
@@ -144,7 +147,7 @@ class CpuBackend:
         return cpu_session(package_path(self._folder, graph.file), num_threads, entries)
 
     def _run(self, rows: Sequence[Row]) -> StepOutput:
-        if self._session is None:
+        if not self._stages:
             raise BackendError("the backend is not loaded or was closed")
         calls = plan_calls(rows, ragged=self._ragged, num_heads=self._manifest.model.num_heads)
         if len(calls) == 1:
@@ -176,7 +179,7 @@ class CpuBackend:
         step.write(rows)
         start = time.perf_counter()
         with map_ort_errors("running a step"):
-            self._session.run_with_iobinding(step.binding)
+            step.run()
         model_ms = (time.perf_counter() - start) * 1e3
         n = step.num_logits
         probabilities = None if step.probabilities is None else step.probabilities.rows(slice(n))
@@ -199,13 +202,12 @@ class CpuBackend:
         if num_logits > len(logits):
             logits, probabilities = self._buffers(num_logits)
         step = BoundStep(
-            self._session,
+            self._stages,
             key[0],
             self._kv,
             logits,
-            self._inputs,
             probabilities if sampled else None,
-            self._hidden_size,
+            self._manifest.model.hidden_size,
         )
         self._bound[key] = step
         if len(self._bound) > _MAX_BOUND_STEPS:
@@ -231,8 +233,18 @@ class CpuBackend:
             f"{load_onnxruntime().__version__}; update onnxruntime or export with --form uniform"
         )
 
+    def _parts(self, graph: GraphInfo) -> Sequence[GraphInfo]:
+        """The graph itself, or its parts if the user wants it in parts."""
+        wanted = self._config.stages
+        if wanted == 1:
+            return [graph]
+        if wanted != len(graph.stages):
+            had = f"1 or {len(graph.stages)}" if graph.stages else "1"
+            raise ConfigError("stages", wanted, f"{had}, or a package exported with --stages")
+        return graph.stages
+
     def _check_vocabulary(self, graph: GraphInfo) -> None:
-        shapes = {output.name: output.shape for output in self._session.get_outputs()}
+        shapes = {given.name: given.shape for given in self._stages[-1].session.get_outputs()}
         vocab_size = self._manifest.model.vocab_size
         if LOGITS not in shapes or shapes[LOGITS][-1:] != [vocab_size]:
             raise PackageError(

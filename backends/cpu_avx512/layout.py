@@ -8,7 +8,7 @@ ids and lengths are written, in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from headrace.backends.ort_import import load_onnxruntime
 from headrace.runtime import manifest as io
 from headrace.runtime.core import Row
 
+_CROSSING = tuple(name.format("") for name in (io.LAYER_RESIDUAL, io.LAYER_NORMED))
+_CACHE_NAMES = ((io.PAST_KEY, io.PRESENT_KEY), (io.PAST_VALUE, io.PRESENT_VALUE))
 ShapeKey = tuple[tuple[int, int, int], ...]
 
 
@@ -71,21 +73,47 @@ def step_indices(key: ShapeKey) -> StepIndices:
     )
 
 
+class Stage:
+    """A session of consecutive layers, or of the whole graph."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.inputs = [given.name for given in session.get_inputs()]
+        self.outputs = [given.name for given in session.get_outputs()]
+
+    @property
+    def crossing(self) -> list[str]:
+        """What it gives to the next one, if it is not the last."""
+        return [name for name in self.outputs if name.startswith(_CROSSING)]
+
+    def bind(self, tensors: Mapping[str, Any]) -> Any:
+        """An io_binding to all of its inputs and those of its outputs that there are."""
+        binding = self.session.io_binding()
+        for name in self.inputs:
+            binding.bind_ortvalue_input(name, tensors[name])
+        for name in self.outputs:
+            if name in tensors:
+                binding.bind_ortvalue_output(name, tensors[name])
+        return binding
+
+
 class BoundStep:
-    """A step shape with everything bound; `write` and run."""
+    """A step shape with everything bound; `write` and `run`."""
 
     def __init__(
         self,
-        session: Any,
+        stages: Sequence[Stage],
         key: ShapeKey,
         kv: KvStorage,
         logits_buffer: NDArray[np.float32],
-        inputs: frozenset[str],
         probabilities_buffer: Probabilities | None,
         hidden_size: int,
     ) -> None:
-        """`probabilities_buffer`: where they go, if the step is to compute them. `hidden_size` is 0
-        where the graph does not give hidden states."""
+        """
+        Args:
+            stages: in their order.
+            probabilities_buffer: where they go, if the step is to compute them.
+        """
         indices = step_indices(key)
         self.num_logits = len(indices.logits_index)
         # A chunk in the middle of a prompt needs no logits; the graph computes one row anyway.
@@ -109,38 +137,32 @@ class BoundStep:
         self.logits = logits_buffer[:rows]
         self.entropy = np.zeros(rows, np.float32)
         value = load_onnxruntime().OrtValue.ortvalue_from_numpy
-        binding = session.io_binding()
-        # The OrtValues share memory with these arrays, so both are kept.
-        self._feeds = {name: (array, value(array)) for name, array in feeds.items()}
-        for name, (_, tensor) in self._feeds.items():
-            if name in inputs:
-                binding.bind_ortvalue_input(name, tensor)
-        self._outputs = [value(self.logits), value(self.entropy)]
-        binding.bind_ortvalue_output(io.LOGITS, self._outputs[0])
-        binding.bind_ortvalue_output(io.ENTROPY, self._outputs[1])
+        outputs = {io.LOGITS: self.logits, io.ENTROPY: self.entropy}
         self.hidden = None
-        if hidden_size:
-            self.hidden = np.zeros((rows, hidden_size), np.float32)
-            self._outputs.append(value(self.hidden))
-            binding.bind_ortvalue_output(io.HIDDEN, self._outputs[-1])
+        if io.HIDDEN in stages[-1].outputs:
+            self.hidden = outputs[io.HIDDEN] = np.zeros((rows, hidden_size), np.float32)
         self.probabilities = None
         if probabilities_buffer is not None:
             self.probabilities = given = probabilities_buffer.rows(slice(rows))
-            for name, array in (
-                (io.PROBABILITIES, given.values),
-                (io.BLOCK_MAXIMA, given.block_maxima),
-                (io.BLOCK_SUMS, given.block_sums),
-            ):
-                self._outputs.append(value(array))
-                binding.bind_ortvalue_output(name, self._outputs[-1])
+            outputs[io.PROBABILITIES] = given.values
+            outputs[io.BLOCK_MAXIMA] = given.block_maxima
+            outputs[io.BLOCK_SUMS] = given.block_sums
+        for name in [name for stage in stages for name in stage.crossing]:
+            outputs[name] = np.empty((len(self._ids), hidden_size), np.float32)
+        # The OrtValues share memory with these arrays, so both are kept.
+        self._feeds = {name: (array, value(array)) for name, array in feeds.items()}
+        self._outputs = {name: (array, value(array)) for name, array in outputs.items()}
+        tensors = {name: tensor for name, (_, tensor) in {**self._feeds, **self._outputs}.items()}
         last_slot = indices.first_slot + indices.num_slots
         for i, tensor in enumerate(kv.bind_range(indices.first_slot, last_slot)):
-            past, present = (
-                (io.PAST_VALUE, io.PRESENT_VALUE) if i % 2 else (io.PAST_KEY, io.PRESENT_KEY)
-            )
-            binding.bind_ortvalue_input(past.format(i // 2), tensor)
-            binding.bind_ortvalue_output(present.format(i // 2), tensor)
-        self.binding = binding
+            for name in _CACHE_NAMES[i % 2]:
+                tensors[name.format(i // 2)] = tensor
+        self._runs = [(stage.session.run_with_iobinding, stage.bind(tensors)) for stage in stages]
+
+    def run(self) -> None:
+        """One stage after the other."""
+        for run, binding in self._runs:
+            run(binding)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Token ids and lengths of this step; the rows have the shape this was made for."""

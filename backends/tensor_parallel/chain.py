@@ -7,7 +7,7 @@ runs a whole model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,13 @@ from headrace.backends.tensor_parallel import heads
 from headrace.runtime import manifest as io
 
 _ENTERS = {io.PARTIAL: io.SUMMED, io.RESIDUAL: io.CARRIED}
+
+
+class _Named(NamedTuple):
+    """As ONNX Runtime describes an input or output."""
+
+    name: str
+    shape: Sequence[Any]
 
 
 class Collective(Protocol):
@@ -42,10 +49,19 @@ class Chain:
         self._outputs = [piece.get_outputs() for piece in pieces]
         self.dimensions = {i.name: i.shape for piece in pieces for i in piece.get_inputs()}
 
+    def get_inputs(self) -> Sequence[Any]:
+        """Of all pieces, but what passes between them."""
+        return [
+            _Named(name, shape)
+            for name, shape in self.dimensions.items()
+            if name not in _ENTERS.values()
+        ]
+
     def get_outputs(self) -> Sequence[Any]:
-        """Of the last piece."""
-        outputs: Sequence[Any] = self._outputs[-1]
-        return outputs
+        """Of all pieces, but what passes between them, and the entropy of all ranks' logits."""
+        given = [output for outputs in self._outputs for output in outputs]
+        within = (*_ENTERS, io.HEAD_SUMS)
+        return [*(o for o in given if o.name not in within), _Named(io.ENTROPY, ["R"])]
 
     def io_binding(self) -> ChainBinding:
         return ChainBinding(self)

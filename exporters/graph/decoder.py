@@ -75,14 +75,21 @@ def build_decoder(
     store: WeightStore,
     form: str,
     on_layer: Callable[[int], None] = lambda layers_done: None,
+    layers: range | None = None,
 ) -> ir.Model:
-    """Build one form; weights go to `store` unless an earlier form put them there."""
+    """Build one form; weights go to `store` unless an earlier form put them there.
+
+    Args:
+        layers: of one stage out of several; all of them unless given.
+    """
     assert form in FORMS or form == PAGED
+    layers = range(parts.spec.num_layers) if layers is None else layers
     if form == PAGED:
         learned = parts.spec.positions is not None
         half = GraphBuilder(store, np.float16)
-        return Decoder(parts, half, paged_inputs(learned_positions=learned)).build(form, on_layer)
-    return Decoder(parts, GraphBuilder(store), step_inputs(form)).build(form, on_layer)
+        paged = Decoder(parts, half, paged_inputs(learned_positions=learned))
+        return paged.build(form, on_layer, layers)
+    return Decoder(parts, GraphBuilder(store), step_inputs(form)).build(form, on_layer, layers)
 
 
 class Decoder:
@@ -107,26 +114,51 @@ class Decoder:
             return PagedAttention(parts.spec, g, step, self.norms, parts.vector)
         return Attention(parts.spec, parts.kv_scales, g, step, self.norms)
 
-    def build(self, form: str, on_layer: Callable[[int], None]) -> ir.Model:
+    def build(self, form: str, on_layer: Callable[[int], None], layers: range) -> ir.Model:
         spec, g, step = self.spec, self.g, self.step
-        ids = graph_input(io.INPUT_IDS, ir.DataType.INT64, ["N"])
-        normed, residual = self.embedded(self.looked_up(ids))
-        for layer in range(spec.num_layers):
+        if layers.start == 0:
+            inputs = [graph_input(io.INPUT_IDS, ir.DataType.INT64, ["N"])]
+            normed, residual = self.embedded(self.looked_up(inputs[0]))
+        else:
+            names = self._crossing_names(layers.start)
+            inputs = [graph_input(name, self._dtype, ["N", spec.hidden_size]) for name in names]
+            residual, normed = inputs[0], inputs[-1]
+        for layer in layers:
             output, residual = self.attended(layer, normed, residual)
             normed, residual = self.after_attention(layer, output, residual)
             normed, residual = self.after_mlp(layer, self.mlp(layer, normed), residual)
             on_layer(layer + 1)
-        logits = self.logits(normed)
-        outputs = [
-            named_output(logits, io.LOGITS, ir.DataType.FLOAT, ["R", spec.vocab_size]),
-            named_output(self._entropy(logits), io.ENTROPY, ir.DataType.FLOAT, ["R"]),
-            *self._more_outputs(logits, normed),
-        ]
+        if layers.stop == spec.num_layers:
+            logits = self.logits(normed)
+            outputs = [
+                named_output(logits, io.LOGITS, ir.DataType.FLOAT, ["R", spec.vocab_size]),
+                named_output(self._entropy(logits), io.ENTROPY, ir.DataType.FLOAT, ["R"]),
+                *self._more_outputs(logits, normed),
+            ]
+        else:
+            names = self._crossing_names(layers.stop)
+            outputs = [
+                named_output(value, name, self._dtype, ["N", spec.hidden_size])
+                for value, name in zip((residual, normed), names, strict=False)
+            ]
+        is_whole = len(layers) == spec.num_layers
+        inputs += [value for value in step.all() if is_whole or value.uses()]
         return g.model(
-            [ids, *step.all(), *self.attention.cache_inputs],
+            [*inputs, *self.attention.cache_inputs],
             [*outputs, *self.attention.cache_outputs],
             f"{spec.architecture}_{form}",
         )
+
+    def _crossing_names(self, layer: int) -> list[str]:
+        """What a layer needs of those before it: the residual stream, and its norm if it has one
+        there."""
+        is_normed = self.spec.layer.attention_norm is not None
+        names = (io.LAYER_RESIDUAL, io.LAYER_NORMED) if is_normed else (io.LAYER_RESIDUAL,)
+        return [name.format(layer) for name in names]
+
+    @property
+    def _dtype(self) -> ir.DataType:
+        return ir.DataType.from_numpy(np.dtype(self.g.activations))
 
     def looked_up(self, ids: ir.Value) -> ir.Value:
         """int64 [N] -> [N, hidden]: rows of the embedding."""

@@ -57,6 +57,7 @@ BAD_ENGINE: dict[str, list[Any]] = {
     "target": ["", 3],
     "form": ["", 3],
     "isolated": [None, 1, "yes"],
+    "stages": [0, -1, 2.0, "2", None],
 }
 GOOD_GENERATION: list[dict[str, Any]] = [
     {},

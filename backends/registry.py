@@ -84,4 +84,5 @@ def create_backend(
 def _is_split(device: str, manifest: Manifest, name: str | None) -> bool:
     """Whether the target to load is one of several processes: the one of that name, or all."""
     targets = [t for t in manifest.targets if t.device == device and device in _RANKS]
-    return bool(targets) and all(t.ranks for t in targets if name in (None, t.name))
+    named = [t for t in targets if t.name == name] or targets
+    return bool(named) and all(t.ranks for t in named)

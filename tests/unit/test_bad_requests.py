@@ -118,8 +118,10 @@ def test_manifests_that_make_no_sense(
 
 
 def test_folders_that_are_no_package(tmp_path: Path, capsys: Capture) -> None:
-    for place in (tmp_path, tmp_path / "nothing"):
-        assert "not a headrace package" in failed(capsys, "run", str(place), "hi")
+    assert "not a headrace package" in failed(capsys, "run", str(tmp_path), "hi")
+    nothing = str(tmp_path / "nothing")
+    assert f"there is no model {nothing!r}" in failed(capsys, "run", nothing, "hi")
+    assert "not a headrace package" in failed(capsys, "inspect", nothing)
     (tmp_path / "manifest.json").write_bytes(b"\xff{")
     assert "manifest.json cannot be read" in failed(capsys, "inspect", str(tmp_path))
 

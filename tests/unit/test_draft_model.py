@@ -175,7 +175,12 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def engine_with_draft(draft: FakeBackend | None, **options: Any) -> Engine:
-    backend = FakeBackend(max_slots=SLOTS, kv_budget_tokens=300, logits=hashed_logits(VOCAB, 4.0))
+    backend = FakeBackend(
+        max_slots=SLOTS,
+        kv_budget_tokens=300,
+        logits=hashed_logits(VOCAB, 4.0),
+        delay_ms=0.5,  # most of a step, so that drafts are worth their time on any machine
+    )
     return Engine(backend, make_text, [0], EngineConfig(**options), draft_backend=draft)
 
 

@@ -23,15 +23,14 @@ from headrace.backends.base import StepOutput
 from headrace.backends.registry import create_backend
 from headrace.exporters.heads.wanted import CHUNK_TOKENS, Collected, Half, Wanted
 from headrace.exporters.validate import GraphRunner
-from headrace.runtime.chat.template import ChatTemplate
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import Sequence
 from headrace.runtime.draft_heads import DraftHeads
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import ExportError
-from headrace.runtime.factory import read_chat_template
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import HIDDEN, Manifest, package_path, read_manifest
+from headrace.runtime.package_prompts import encode_prompts
 from headrace.runtime.tokenizer import Tokenizer
 
 TEXTS_FILE, STATES_FILE = "texts.jsonl", "states.f16"
@@ -56,7 +55,7 @@ def collect(package: Path, wanted: Wanted, folder: Path, report: Report) -> Coll
     chunks = [
         ids[i : i + CHUNK_TOKENS] for i in range(0, len(ids) - CHUNK_TOKENS + 1, CHUNK_TOKENS)
     ]
-    prompts = _rendered(package, manifest, tokenizer, wanted.prompts)
+    prompts = encode_prompts(package, manifest, wanted.prompts)
     store = _Store(folder, manifest.model.hidden_size)
     total = len(prompts) * wanted.answers + len(chunks)
     try:
@@ -229,24 +228,3 @@ class _NoText:
 
     def take_calls(self) -> tuple[()]:
         return ()
-
-
-def _rendered(
-    package: Path, manifest: Manifest, tokenizer: Tokenizer, prompts: Iterable[str]
-) -> list[list[int]]:
-    """Token ids, in the model's chat format if it has one."""
-    source = read_chat_template(package, manifest)
-    if source is None:
-        return [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    template = ChatTemplate(source)
-    return [
-        tokenizer.encode_segments(
-            template.render(
-                [{"role": "user", "content": prompt}],
-                bos_token=tokenizer.bos_token,
-                eos_token=tokenizer.eos_token,
-                control_tokens=tokenizer.control_tokens,
-            )
-        )
-        for prompt in prompts
-    ]

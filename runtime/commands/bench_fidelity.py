@@ -18,15 +18,14 @@ from typing import Any
 from headrace.backends.base import Backend, Capabilities
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
-from headrace.runtime.chat.template import ChatTemplate
 from headrace.runtime.commands.bench import hardware, versions
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import Row, StepPlan
 from headrace.runtime.errors import PackageError, RequestError
-from headrace.runtime.factory import read_chat_template
 from headrace.runtime.fidelity import Fidelity, FidelityMeter, first_difference, spread_chunks
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import Manifest, read_manifest
+from headrace.runtime.package_prompts import encode_prompts
 from headrace.runtime.text_files import read_text
 from headrace.runtime.tokenizer import Tokenizer
 
@@ -97,7 +96,7 @@ def measure_fidelity(
     chunks = spread_chunks(ids, max(text_tokens // size, 1), size)
     if sum(map(len, chunks)) < 2:
         raise RequestError(f"{text} has too little text to compare on")
-    asked = [] if prompts is None else _encode(_read_prompts(prompts), folder, manifests[1])
+    asked = [] if prompts is None else encode_prompts(folder, manifests[1], _read_prompts(prompts))
     answers = [
         _answer(which, asked, new_tokens, device, engine_options or {}, progress)
         for which in ([reference, folder] if asked else [])
@@ -150,27 +149,6 @@ def _read_prompts(path: Path) -> list[str]:
             raise RequestError(f"{path}, line {number}: no string, `prompt` or `turns`")
         prompts.append(value)
     return prompts
-
-
-def _encode(prompts: Sequence[str], folder: Path, manifest: Manifest) -> list[list[int]]:
-    """Token ids of each prompt as the one message of a chat, or as it is without a template."""
-    tokenizer = Tokenizer.load(folder, manifest.tokenizer)
-    source = read_chat_template(folder, manifest)
-    if source is None:
-        return [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    template = ChatTemplate(source)
-    tokens = (tokenizer.bos_token, tokenizer.eos_token)
-    return [
-        tokenizer.encode_segments(
-            template.render(
-                [{"role": "user", "content": prompt}],
-                bos_token=tokens[0],
-                eos_token=tokens[1],
-                control_tokens=tokenizer.control_tokens,
-            )
-        )
-        for prompt in prompts
-    ]
 
 
 def _answer(

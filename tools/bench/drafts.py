@@ -18,10 +18,8 @@ from statistics import geometric_mean, median
 import common
 
 from headrace.runtime import Runtime
-from headrace.runtime.chat.template import ChatTemplate
-from headrace.runtime.factory import read_chat_template
 from headrace.runtime.manifest import read_manifest
-from headrace.runtime.tokenizer import Tokenizer
+from headrace.runtime.package_prompts import encode_prompts
 
 
 def main() -> None:
@@ -72,22 +70,13 @@ def main() -> None:
 def read_prompts(path: Path, package: Path, count: int) -> dict[str, list[list[int]]]:
     """Token ids of the first `count` first turns of each category, in the model's chat format."""
     manifest = read_manifest(package)
-    tokenizer = Tokenizer.load(package, manifest.tokenizer)
-    source = read_chat_template(package, manifest)
-    assert source is not None, "the package has no chat template"
-    template = ChatTemplate(source)
-    found: dict[str, list[list[int]]] = defaultdict(list)
+    assert manifest.tokenizer.chat_template, "the package has no chat template"
+    found: dict[str, list[str]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         if len(found[entry["category"]]) < count:
-            segments = template.render(
-                [{"role": "user", "content": entry["turns"][0]}],
-                bos_token=tokenizer.bos_token,
-                eos_token=tokenizer.eos_token,
-                control_tokens=tokenizer.control_tokens,
-            )
-            found[entry["category"]].append(tokenizer.encode_segments(segments))
-    return dict(found)
+            found[entry["category"]].append(entry["turns"][0])
+    return {name: encode_prompts(package, manifest, turns) for name, turns in found.items()}
 
 
 def measure(

@@ -133,15 +133,7 @@ def _sliced(weight: Weight, rows: _Slice, columns: _Slice) -> Weight:
 
     def blocks() -> Blocks | None:
         whole = weight.blocks() if inputs is None else None
-        if whole is None or out is None:
-            return whole
-        zero = whole.zero_points
-        return dataclasses.replace(
-            whole,
-            codes=whole.codes[out],
-            scales=whole.scales[out],
-            zero_points=None if zero is None else zero[out],
-        )
+        return whole if whole is None or out is None else whole.rows(out)
 
     def gram() -> Float | None:
         whole = weight.gram()

@@ -21,7 +21,7 @@ Blocks (`w8a8_block`, `w4a8_block`; MatMulNBits, GatherBlockQuantized)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,10 @@ class RowInt8:
     codes: NDArray[np.int8]
     scales: Float
     max_code: int = 127
+
+    def rows(self, where: slice) -> RowInt8:
+        """Of some outputs."""
+        return RowInt8(self.codes[where], self.scales[where], self.max_code)
 
     def dequantize(self) -> Float:
         return self.codes.astype(np.float32) * self.scales[:, None]
@@ -71,6 +75,11 @@ class Blocks:
     codes: NDArray[np.uint8]
     scales: Float
     zero_points: NDArray[np.uint8] | Float | None = None
+
+    def rows(self, where: slice | NDArray[np.int64]) -> Blocks:
+        """Of some outputs."""
+        zero = None if self.zero_points is None else self.zero_points[where]
+        return replace(self, codes=self.codes[where], scales=self.scales[where], zero_points=zero)
 
     def dequantize(self) -> Float:
         out, blocks = self.scales.shape

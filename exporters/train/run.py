@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from headrace.exporters.graph.decoder import DecoderParts
 from headrace.exporters.graph.linear import Float32, LinearFormat
 from headrace.exporters.qat import Recipe, TrainedWeight
-from headrace.exporters.quant.formats import Blocks, Float, RowInt8
+from headrace.exporters.quant.formats import Float
 from headrace.exporters.train.decoder import TorchDecoder
 from headrace.exporters.train.loop import Trainer
 from headrace.exporters.train.run_folder import RunFolder
@@ -86,25 +85,12 @@ def folded(decoder: TorchDecoder) -> tuple[dict[str, TrainedWeight], dict[str, F
         start = 0
         for part in name.split("+"):
             rows = slice(start, start + decoder.outputs_of(part))
-            weights[part] = TrainedWeight(values[rows], _rows(stored, rows))
+            weights[part] = TrainedWeight(
+                values[rows], None if stored is None else stored.rows(rows)
+            )
             start = rows.stop
     vectors = {
         name: np.array(vector.detach().cpu().numpy(), np.float32)
         for name, vector in decoder.vectors.items()
     }
     return weights, vectors
-
-
-def _rows(stored: RowInt8 | Blocks | None, rows: slice) -> RowInt8 | Blocks | None:
-    """Of some outputs."""
-    if stored is None:
-        return None
-    if isinstance(stored, RowInt8):
-        return RowInt8(stored.codes[rows], stored.scales[rows], stored.max_code)
-    zeros = stored.zero_points
-    return dataclasses.replace(
-        stored,
-        codes=stored.codes[rows],
-        scales=stored.scales[rows],
-        zero_points=None if zeros is None else zeros[rows],
-    )

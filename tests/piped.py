@@ -10,8 +10,7 @@ from typing import Any
 
 from headrace.backends.fake import FakeBackend
 from headrace.backends.isolated.backend import IsolatedBackend
-from headrace.backends.isolated.serve import MAX_BODY_BYTES, run_steps
-from headrace.backends.isolated.values import encode_capabilities
+from headrace.backends.isolated.serve import serve_backend
 from headrace.runtime.child.frames import Channel
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.errors import EngineProcessError
@@ -41,9 +40,7 @@ class ThreadChild(Channel):
 
 def _serve(link: Channel, backend: FakeBackend) -> None:
     try:
-        link.receive(MAX_BODY_BYTES)
-        link.send({"capabilities": encode_capabilities(backend.load())})
-        run_steps(link, backend)
+        serve_backend(link, lambda wanted: backend)
     except EngineProcessError:
         backend.close()
         link.close()

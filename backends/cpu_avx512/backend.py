@@ -29,12 +29,13 @@ from headrace.backends.cpu_avx512.layout import (
 )
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.backends.kv_ops import apply_kv_ops, kv_identity
+from headrace.backends.memory_budget import kv_budget_tokens, require_memory
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.backends.ort_session import cpu_session, map_ort_errors
 from headrace.backends.targets import choose_target
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import Row, StepPlan
-from headrace.runtime.errors import BackendError, ConfigError, InsufficientMemoryError, PackageError
+from headrace.runtime.errors import BackendError, ConfigError, PackageError
 from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import (
     BLOCK_MAXIMA,
@@ -84,7 +85,7 @@ class CpuBackend:
         kernels = choose_kernels(self._hardware, formats)
         if kernels.warning:
             logger.warning(kernels.warning)
-        self._require_memory(target)
+        require_memory(target.weight_bytes, self._hardware)
         self._stages = [
             Stage(self._open(part, threads.num_threads, kernels.session_options))
             for part in self._parts(graph)
@@ -98,6 +99,10 @@ class CpuBackend:
         context = min(model.context_tokens, self._config.context_tokens or model.context_tokens)
         chunk = min(self._config.max_chunk_tokens, MAX_ROW_TOKENS, context)
         slots = self._config.max_sequences
+        bytes_per_token = target.kv_cache.bytes_per_token
+        budget_tokens = kv_budget_tokens(
+            target.weight_bytes, bytes_per_token, self._config, self._hardware
+        )
         cache = target.kv_cache.dtype
         self._kv = KvStorage(
             num_layers=model.num_layers,
@@ -115,8 +120,8 @@ class CpuBackend:
             context_tokens=context,
             max_slots=slots,
             max_row_tokens=chunk,
-            kv_bytes_per_token=target.kv_cache.bytes_per_token,
-            kv_budget_tokens=self._kv_budget_tokens(target, context),
+            kv_bytes_per_token=bytes_per_token,
+            kv_budget_tokens=min(budget_tokens, context * slots),
             kv_identity=kv_identity(self._folder, target),
             hidden_size=self._hidden_size,
             exact_rows=cache != "float32"
@@ -251,22 +256,6 @@ class CpuBackend:
                 f"{self._folder / graph.file} does not give logits of the {vocab_size} tokens that "
                 "the manifest counts; export the package again"
             )
-
-    def _require_memory(self, target: TargetInfo) -> None:
-        needed, free = target.weight_bytes, self._hardware.available_memory_bytes
-        if needed > free:
-            raise InsufficientMemoryError(needed, free, "close other programs or export smaller")
-
-    def _kv_budget_tokens(self, target: TargetInfo, context: int) -> int:
-        """Half of the memory that is left beside the weights, unless the user set a budget."""
-        left = self._hardware.available_memory_bytes - target.weight_bytes
-        budget = self._config.kv_budget_bytes or max(left, 0) // 2
-        tokens = budget // target.kv_cache.bytes_per_token
-        if tokens < 1:
-            raise InsufficientMemoryError(
-                target.kv_cache.bytes_per_token, budget, "no room for a single token of KV cache"
-            )
-        return min(tokens, context * self._config.max_sequences)
 
 
 def _version_key(text: str) -> tuple[int, int]:

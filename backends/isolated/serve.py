@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from headrace.backends.base import Backend
 from headrace.backends.isolated.values import (
@@ -24,13 +26,18 @@ MAX_BODY_BYTES = 1 << 40  # the parent sends what its own user asked for
 
 def serve(link: Link) -> None:
     """Load what the first message names and run steps until the link ends."""
+    serve_backend(link, _backend)
+
+
+def serve_backend(link: Link, make: Callable[[Mapping[str, Any]], Backend]) -> None:
+    """Load the backend that the first message wants and run its steps until the link ends.
+
+    Args:
+        make: a backend, not loaded yet, of the message's header.
+    """
     wanted = link.receive(MAX_BODY_BYTES).header
-    folder = Path(wanted["folder"])
-    config = EngineConfig.from_dict(wanted["config"])
     try:
-        manifest = read_manifest(folder)
-        device = choose_device(wanted["device"], manifest)
-        backend = create_backend(device, folder, manifest, config, probe_hardware())
+        backend = make(wanted)
         capabilities = backend.load()
     except HeadraceError as error:
         link.send({"error": encode_error(error)})
@@ -51,3 +58,10 @@ def run_steps(link: Link, backend: Backend) -> None:
         else:
             header, body = encode_output(output)
             link.send(header, *body)
+
+
+def _backend(wanted: Mapping[str, Any]) -> Backend:
+    folder, config = Path(wanted["folder"]), EngineConfig.from_dict(wanted["config"])
+    manifest = read_manifest(folder)
+    device = choose_device(wanted["device"], manifest)
+    return create_backend(device, folder, manifest, config, probe_hardware())

@@ -29,13 +29,14 @@ from headrace.backends.isolated.values import (
     max_output_bytes,
 )
 from headrace.backends.kv_ops import kv_identity
+from headrace.backends.memory_budget import kv_budget_tokens, require_memory
 from headrace.backends.targets import choose_target
 from headrace.backends.tensor_parallel.watch import StallWatch
 from headrace.runtime.child.frames import Frame
 from headrace.runtime.child.process import ChildProcess
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import KvWrite, StepPlan
-from headrace.runtime.errors import BackendError, EngineProcessError, InsufficientMemoryError
+from headrace.runtime.errors import BackendError, EngineProcessError
 from headrace.runtime.machine.hardware import HardwareInfo
 from headrace.runtime.manifest import Manifest, TargetInfo
 
@@ -119,7 +120,11 @@ class TensorParallelBackend:
         self._end_ranks()
 
     def _load(self, target: TargetInfo) -> Capabilities:
-        budget = self._kv_budget_tokens(target)
+        weight_bytes = sum(rank.weight_bytes for rank in target.ranks)
+        require_memory(weight_bytes, self._hardware)
+        budget = kv_budget_tokens(
+            weight_bytes, target.kv_cache.bytes_per_token, self._config, self._hardware
+        )
         threads = choose_threads(self._hardware, self._config.num_threads).num_threads
         with self._watched(), tempfile.TemporaryDirectory(prefix="headrace-") as meeting:
             for number, rank in enumerate(target.ranks):
@@ -166,24 +171,6 @@ class TensorParallelBackend:
         if self._load(target) != caps:
             self._end_ranks()
             raise BackendError(f"{self._folder} was changed while it was in use; load it again")
-
-    def _kv_budget_tokens(self, target: TargetInfo) -> int:
-        """Half of the memory that is left beside all ranks' weights, unless the user set a budget.
-
-        Raises:
-            InsufficientMemoryError: weights do not fit, or not one token beside them.
-        """
-        needed = sum(rank.weight_bytes for rank in target.ranks)
-        free = self._hardware.available_memory_bytes
-        if needed > free:
-            raise InsufficientMemoryError(needed, free, "close other programs or export smaller")
-        budget = self._config.kv_budget_bytes or (free - needed) // 2
-        tokens = budget // target.kv_cache.bytes_per_token
-        if tokens < 1:
-            raise InsufficientMemoryError(
-                target.kv_cache.bytes_per_token, budget, "no room for a single token of KV cache"
-            )
-        return tokens
 
     def _split(self, plan: StepPlan, target: TargetInfo) -> list[StepPlan]:
         """The plan for each rank: what is written to slots is cut, all else is the same."""

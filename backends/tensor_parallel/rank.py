@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backends.base import Backend
 from headrace.backends.cpu_avx512.backend import CpuBackend
-from headrace.backends.isolated.serve import MAX_BODY_BYTES, run_steps
-from headrace.backends.isolated.values import encode_capabilities, encode_error
+from headrace.backends.isolated.serve import MAX_BODY_BYTES, serve_backend
 from headrace.backends.ort_session import cpu_session, share_threads
 from headrace.backends.tensor_parallel.chain import Chain, Collective
 from headrace.backends.tensor_parallel.gloo import GlooCollective
 from headrace.runtime.child.entry import Link
 from headrace.runtime.config import EngineConfig
-from headrace.runtime.errors import HeadraceError
 from headrace.runtime.machine.hardware import probe_hardware
-from headrace.runtime.machine.memory import trim_heap
 from headrace.runtime.manifest import GraphInfo, Manifest, TargetInfo, package_path, read_manifest
 
 
 def serve(link: Link) -> None:
     """Load what the first message names and run steps until the link ends."""
-    wanted = link.receive(MAX_BODY_BYTES).header
-    folder, number = Path(wanted["folder"]), int(wanted["rank"])
-    config = EngineConfig.from_dict(wanted["config"])
-    try:
+
+    def rank(wanted: Mapping[str, Any]) -> Backend:
+        folder, number = Path(wanted["folder"]), int(wanted["rank"])
+        config = EngineConfig.from_dict(wanted["config"])
         manifest = read_manifest(folder)
         target = next(t for t in manifest.targets if t.name == config.target)
         collective: Collective = LinkCollective(link)
         if wanted["gloo"] is not None:
             collective = GlooCollective(Path(wanted["gloo"]), number, len(target.ranks))
-        backend = _CpuRank(folder, manifest, target, number, config, collective)
-        capabilities = backend.load()
-    except HeadraceError as error:
-        link.send({"error": encode_error(error)})
-        return
-    trim_heap()
-    link.send({"capabilities": encode_capabilities(capabilities)})
-    run_steps(link, backend)
+        return _CpuRank(folder, manifest, target, number, config, collective)
+
+    serve_backend(link, rank)
 
 
 class LinkCollective:

@@ -6,6 +6,7 @@ test_cuda_graphs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from headrace.runtime.errors import ConfigError, ExportError, PackageError
 from headrace.runtime.fidelity import log_softmax, mean_kl_nats
 from headrace.runtime.manifest import Manifest, read_manifest
 from headrace.runtime.planning.estimate import weight_bytes
-from headrace.runtime.planning.shapes import ModelShape, Share
+from headrace.runtime.planning.shapes import Share, shape_of_package
 
 RNG = np.random.default_rng(5)
 CHUNKS = [RNG.integers(3, 250, n).tolist() for n in (11, 1, 1, 4)]
@@ -178,19 +179,8 @@ def test_bytes_are_those_of_the_planner(
     package = tmp_path / "package"
     manifest = export(source, package, targets=(target,), tensor_parallel=ranks)
     model, gpt = manifest.model, name == "gpt2"
-    shape = ModelShape(
-        name=name,
-        num_layers=model.num_layers,
-        hidden=model.hidden_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        intermediate=model.intermediate_size,
-        vocab=model.vocab_size,
-        context_tokens=model.context_tokens,
-        tied=model.tied_embeddings,
-        source="test",
-        gated=not gpt,
+    shape = dataclasses.replace(
+        shape_of_package(name, model),
         biased=True,
         learned_positions=model.context_tokens if gpt else 0,
     )

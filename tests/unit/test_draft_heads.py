@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_samples import Answers, make_text, run_arrivals, run_to_end
+from drafting_samples import answers_in_a_storm, count_upwards
+from engine_samples import Answers, make_text, run_to_end
 from numpy.typing import NDArray
 
 from headrace.backends.fake import FakeBackend, LogitsFn, hashed_logits
@@ -56,13 +57,6 @@ class MadeUpHeads:
         self.closed = True
 
 
-CONFIGS: list[dict[str, Any]] = [
-    {"temperature": 0.0, "ignore_eos": True},
-    {"temperature": 0.8, "top_p": 0.95, "seed": 5, "ignore_eos": True},
-    {"temperature": 0.0, "repetition_penalty": 1.1, "stop": "ab", "n": 2},
-]
-
-
 def engine_with_heads(runner: MadeUpHeads | None, **options: Any) -> Engine:
     backend = FakeBackend(
         max_slots=SLOTS,
@@ -85,15 +79,8 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def decode(seed: int, runner: MadeUpHeads | None, **options: Any) -> tuple[list[Any], Engine]:
     """Requests that arrive at random, one of them cancelled, some urgent enough to interrupt."""
-    rng = random.Random(seed)
     engine = engine_with_heads(runner, max_chunk_tokens=16, **options)
-    arrivals = []
-    for step in sorted(rng.randrange(40) for _ in range(6)):
-        prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 40))]
-        priority = rng.choice([0, 0, 9])
-        config = GenerationConfig(max_new_tokens=50, priority=priority, **rng.choice(CONFIGS))
-        arrivals.append((step, prompt, config))
-    return run_arrivals(engine, arrivals, cancel_at=12), engine
+    return answers_in_a_storm(engine, seed), engine
 
 
 @pytest.mark.usefixtures("always_asked")
@@ -161,28 +148,8 @@ class Oracle:
         pass
 
 
-def count(heads: Oracle, num_steps: int = 300, num_sequences: int = 2) -> tuple[int, int]:
-    """Sequences count upwards; how many tokens were drafted and accepted in all."""
-    drafter = Drafter(8, heads=heads)
-    sequences = [Sequence(i, [1000 * i, 1000 * i + 1], 2, 10**6) for i in range(num_sequences)]
-    drafted = accepted = 0
-    for _ in range(num_steps):
-        drafts = drafter.propose(sequences)
-        num_tokens = num_sequences + sum(map(len, drafts.values()))
-        for sequence in sequences:
-            own = drafts.get(sequence.seq_id, ())
-            right = len(own) if heads.is_right else 0
-            last = sequence.tokens[-1]
-            sampled = tuple(SampledToken(last + 1 + i, 0.1) for i in range(right + 1))
-            sequence.tokens += [token.token_id for token in sampled]
-            drafter.observe(sequence.seq_id, len(own), sampled)
-            drafted, accepted = drafted + len(own), accepted + right
-        drafter.observe_step(num_tokens, 10.0 + 0.2 * num_tokens)
-    return drafted, accepted
-
-
 def test_cheap_heads_that_are_right_draft_all_they_know() -> None:
-    drafted, accepted = count(Oracle(0.2))
+    drafted, accepted = count_upwards(Drafter(8, heads=Oracle(0.2)), is_right=True)
     assert accepted == drafted > 290 * 2 * HEADS
 
 
@@ -192,7 +159,7 @@ def test_cheap_heads_that_are_right_draft_all_they_know() -> None:
     ids=["slow", "wrong", "unsure"],
 )
 def test_heads_that_do_not_pay_are_tried_from_time_to_time(heads: Oracle) -> None:
-    count(heads)
+    count_upwards(Drafter(8, heads=heads), heads.is_right)
     assert 3 <= heads.num_asked < 60
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_samples import Answers, make_text, run_arrivals, run_to_end
+from drafting_samples import CONFIGS, answers_in_a_storm, count_upwards
+from engine_samples import Answers, make_text, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from headrace.backends.base import StepOutput
 from headrace.backends.fake import FakeBackend, LogitsFn, entropy_nats, hashed_logits
 from headrace.runtime.config import EngineConfig, GenerationConfig
-from headrace.runtime.core import SampledToken, Sequence, SequenceState
+from headrace.runtime.core import Sequence, SequenceState
 from headrace.runtime.draft_model import DraftModel
 from headrace.runtime.drafting import asking
 from headrace.runtime.drafting.drafter import Drafter
@@ -116,29 +117,9 @@ class Oracle:
         return list(found), self.ms * (1 + 0.02 * len(wanted))
 
 
-def count(model: Oracle, num_steps: int = 300, num_sequences: int = 2) -> tuple[int, int]:
-    """Sequences count upwards; how many tokens were drafted and accepted in all."""
-    drafter = Drafter(8, model=model)
-    sequences = [Sequence(i, [1000 * i, 1000 * i + 1], 2, 10**6) for i in range(num_sequences)]
-    drafted = accepted = 0
-    for _ in range(num_steps):
-        drafts = drafter.propose(sequences)
-        num_tokens = num_sequences + sum(map(len, drafts.values()))
-        for sequence in sequences:
-            own = drafts.get(sequence.seq_id, ())
-            right = len(own) if model.is_right else 0
-            last = sequence.tokens[-1]
-            sampled = tuple(SampledToken(last + 1 + i, 0.1) for i in range(right + 1))
-            sequence.tokens += [token.token_id for token in sampled]
-            drafter.observe(sequence.seq_id, len(own), sampled)
-            drafted, accepted = drafted + len(own), accepted + right
-        drafter.observe_step(num_tokens, 10.0 + 0.2 * num_tokens)
-    return drafted, accepted
-
-
 def test_a_cheap_model_that_is_right_is_asked_for_many() -> None:
     model = Oracle(0.5)
-    drafted, accepted = count(model)
+    drafted, accepted = count_upwards(Drafter(8, model=model), model.is_right)
     assert accepted == drafted > 300 * 2 * 5
 
 
@@ -146,14 +127,16 @@ def test_a_cheap_model_that_is_right_is_asked_for_many() -> None:
     "model", [Oracle(12.0), Oracle(0.5, is_right=False)], ids=["slow", "wrong"]
 )
 def test_a_model_that_does_not_pay_is_tried_from_time_to_time(model: Oracle) -> None:
-    count(model)
+    count_upwards(Drafter(8, model=model), model.is_right)
     tried = model.num_asked
     assert 3 <= tried < 60
 
 
 def test_the_time_of_the_model_counts() -> None:
     """What each time costs decides how often it is asked in a step."""
-    numbers = [count(Oracle(ms))[0] for ms in (0.2, 2.0, 8.0)]
+    numbers = [
+        count_upwards(Drafter(8, model=Oracle(ms)), is_right=True)[0] for ms in (0.2, 2.0, 8.0)
+    ]
     assert numbers[0] > numbers[1] > numbers[2]
 
 
@@ -165,13 +148,6 @@ def nearly(logits: LogitsFn, noise: float) -> LogitsFn:
         return logits(prefix) + other([3, *prefix])
 
     return disturbed
-
-
-CONFIGS: list[dict[str, Any]] = [
-    {"temperature": 0.0, "ignore_eos": True},
-    {"temperature": 0.8, "top_p": 0.95, "seed": 5, "ignore_eos": True},
-    {"temperature": 0.0, "repetition_penalty": 1.1, "stop": "ab", "n": 2},
-]
 
 
 def engine_with_draft(draft: FakeBackend | None, **options: Any) -> Engine:
@@ -193,15 +169,8 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def decode(seed: int, draft: FakeBackend | None, **options: Any) -> tuple[list[Any], Engine]:
     """Requests that arrive at random, one of them cancelled, some urgent enough to interrupt."""
-    rng = random.Random(seed)
     engine = engine_with_draft(draft, max_chunk_tokens=16, **options)
-    arrivals = []
-    for step in sorted(rng.randrange(40) for _ in range(6)):
-        prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 40))]
-        priority = rng.choice([0, 0, 9])
-        config = GenerationConfig(max_new_tokens=50, priority=priority, **rng.choice(CONFIGS))
-        arrivals.append((step, prompt, config))
-    return run_arrivals(engine, arrivals, cancel_at=12), engine
+    return answers_in_a_storm(engine, seed), engine
 
 
 @pytest.mark.usefixtures("always_asked")

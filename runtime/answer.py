@@ -109,6 +109,27 @@ class Answer:
                 return True
         return False
 
+    def delta(self) -> TokenDelta:
+        """What the step in hand adds, once it was read; with what was held back if it is the last
+        one."""
+        sampled, sequence, text = self.sampled, self.sequence, self.new_text
+        finish = sequence.finish_reason
+        if finish is not None:
+            text += self.text.finish()
+        return TokenDelta(
+            text,
+            tuple([token.token_id for token in sampled]),
+            sampled if self.has_logprobs else None,
+            tuple([token.entropy_nats for token in sampled]),
+            finish,
+            self.matched_stop,
+            self.index,
+            self.text.take_calls(),
+            len(self.request.prompt_ids),
+            sequence.found_len,
+            self.num_accepted,
+        )
+
     def guess(self, position: int, output: StepOutput, line: int) -> int:
         """A draft for a position, from the output of a draft model."""
         given = None if output.probabilities is None else output.probabilities.rows(line)

@@ -19,11 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from headrace.backends.base import Backend, StepOutput
 from headrace.runtime.admission import engine_limits
 from headrace.runtime.answer import Answer, Request, StepEvent, Text
-from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
     FinishReason,
@@ -98,11 +98,11 @@ class Engine:
         self._last_step_failed = False
         # The plan under way, its ticket or why it could not be handed over, and when it began.
         self._started: tuple[StepPlan, int | Exception, float] | None = None
-        self._unread: list[Answer] = []  # of the step before
+        self._finished: _Finished | None = None  # the step before, whose text is not made yet
 
     @property
     def has_work(self) -> bool:
-        return self.closed_by is None and (self._scheduler.has_work or bool(self._unread))
+        return self.closed_by is None and (self._scheduler.has_work or self._finished is not None)
 
     @property
     def steps(self) -> deque[StepRecord]:
@@ -212,7 +212,7 @@ class Engine:
 
     def finish(self) -> list[StepEvent]:
         """Wait for the step that was started and draw its tokens; says whose requests failed."""
-        assert not self._unread
+        assert self._finished is None
         if self._started is None:
             return []
         (plan, ticket, start_s), self._started = self._started, None
@@ -228,25 +228,21 @@ class Engine:
         self._restarts.step_done()
         if plan.kv_ops:
             self._transfers.settle(plan, output.kv_reads)
-        self._unread, results = self._sample(plan, output)
+        answers, results = self._sample(plan, output)
         self._scheduler.commit(plan, StepResult(plan.step_id, results, output.model_ms))
-        self.log.add(
-            plan,
-            [
-                result.num_accepted(row.drafts)
-                for row, result in zip(plan.rows, results, strict=True)
-            ],
-            model_ms=output.model_ms,
-            total_ms=(time.perf_counter() - start_s) * 1e3,
-            draft_ms=0.0 if self._drafter is None else self._drafter.model_ms,
-            waiting=self._scheduler.num_waiting,
-        )
+        draft_ms = 0.0 if self._drafter is None else self._drafter.model_ms
+        elapsed_ms = (time.perf_counter() - start_s) * 1e3
+        self._finished = _Finished(plan, answers, output.model_ms, draft_ms, elapsed_ms)
         return []
 
     def read(self) -> list[StepEvent]:
         """What the last finished step means to those who asked. A stop string that comes to light
         ends its answer, also in the step that is running."""
-        answers, self._unread = self._unread, []
+        step, self._finished = self._finished, None
+        if step is None:
+            return []
+        start_s = time.perf_counter()
+        answers = [answer for answer in step.answers if answer is not None]
         events: list[StepEvent] = []
         for answer in answers:
             try:
@@ -259,27 +255,20 @@ class Engine:
                 logger.warning("a request failed: %s", answer.error)
                 events += self._fail_requests([answer.sequence], answer.error)
         for answer in answers:
-            sampled, sequence = answer.sampled, answer.sequence
-            if not sampled or sequence.seq_id not in self._answers:
-                continue
-            text, finish = answer.new_text, sequence.finish_reason
-            if finish is not None:
-                text += answer.text.finish()
-                del self._answers[sequence.seq_id]
-            delta = TokenDelta(
-                text,
-                tuple([token.token_id for token in sampled]),
-                sampled if answer.has_logprobs else None,
-                tuple([token.entropy_nats for token in sampled]),
-                finish,
-                answer.matched_stop,
-                answer.index,
-                answer.text.take_calls(),
-                len(answer.request.prompt_ids),
-                sequence.found_len,
-                answer.num_accepted,
-            )
-            events.append(StepEvent(answer.request, delta))
+            if answer.sampled and answer.sequence.seq_id in self._answers:
+                delta = answer.delta()
+                if delta.finish_reason is not None:
+                    del self._answers[answer.sequence.seq_id]
+                events.append(StepEvent(answer.request, delta))
+        read_ms = (time.perf_counter() - start_s) * 1e3
+        self.log.add(
+            step.plan,
+            [0 if answer is None else answer.num_accepted for answer in step.answers],
+            model_ms=step.model_ms,
+            total_ms=step.elapsed_ms + (0.0 if self._started else read_ms),
+            draft_ms=step.draft_ms,
+            waiting=self._scheduler.num_waiting,
+        )
         return events
 
     def close(self, reason: Exception | None = None) -> list[StepEvent]:
@@ -308,7 +297,7 @@ class Engine:
         self._scheduler.check_integrity()
         held = self._scheduler.num_waiting + self._scheduler.num_running
         unfinished = [a for a in self._answers.values() if a.sequence.finish_reason is None]
-        assert len(unfinished) == held and (self._unread or len(self._answers) == held)
+        assert len(unfinished) == held and (self._finished or len(self._answers) == held)
 
     def _make_drafter(self, draft_backend: Backend | None) -> Drafter | None:
         config, caps = self.config, self.capabilities
@@ -333,23 +322,21 @@ class Engine:
 
     def _sample(
         self, plan: StepPlan, output: StepOutput
-    ) -> tuple[list[Answer], tuple[RowResult, ...]]:
-        """Draw the tokens of every row with logits: answers to read, and results in the order of
-        the plan."""
-        stepped: list[Answer] = []
+    ) -> tuple[list[Answer | None], tuple[RowResult, ...]]:
+        """Draw the tokens of every row with logits; answers and results in the order of the plan.
+        None stands for an answer that ended while the step ran."""
+        answers = [self._answers.get(row.seq_id) for row in plan.rows]
         results: list[RowResult] = []
         line = 0
-        for row in plan.rows:
-            answer = self._answers.get(row.seq_id)
-            if answer is None:  # it ended while the step ran
+        for row, answer in zip(plan.rows, answers, strict=True):
+            if answer is None:
                 results.append(RowResult(row.seq_id, ()))
             else:
                 results.append(answer.take(row, output, line))
                 if self._draft_heads is not None and answer.sampled:
                     self._draft_heads.keep(answer.sequence, len(answer.sampled), output, line)
-                stepped.append(answer)
             line += row.num_logits
-        return stepped, tuple(results)
+        return answers, tuple(results)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[StepEvent]:
         """End what ran in a failed step, or everything where the backend is broken."""
@@ -386,3 +373,13 @@ class Engine:
         seq_id = answer.sequence.seq_id
         self._scheduler.cancel(seq_id)
         return self._answers.pop(seq_id, None) is not None
+
+
+class _Finished(NamedTuple):
+    """A step that is committed. `answers`: of its rows, None where they ended while it ran."""
+
+    plan: StepPlan
+    answers: list[Answer | None]
+    model_ms: float
+    draft_ms: float
+    elapsed_ms: float

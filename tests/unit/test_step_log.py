@@ -93,3 +93,16 @@ def test_an_interrupted_answer_does_not_count_its_own_tokens() -> None:
                 cached.add(event.delta.cached_tokens)
     assert order[0] != order[-1] == long.request_id  # it was interrupted, and went on
     assert cached == {0}
+
+
+def test_drafts_behind_a_stop_string_do_not_count() -> None:
+    """They were right, but nobody gets them."""
+    engine = make_engine(reciter())
+    config = GenerationConfig(max_new_tokens=60, min_new_tokens=30, stop=("fg", "habch"))
+    stop_late = GenerationConfig(max_new_tokens=60, stop=("ghabcdefghabcdefghabcdefghab",))
+    for wanted in (config, stop_late):
+        deltas = deltas_of(engine, wanted)
+        ids = {lane.rows[0].seq_id for lane in engine.log.lanes if lane.rows}
+        rows = [row for lane in engine.log.lanes for row in lane.rows if row.seq_id == max(ids)]
+        assert sum(row.accepted for row in rows) == sum(delta.num_accepted for delta in deltas)
+    assert deltas[-1].matched_stop and deltas[-1].num_accepted

@@ -80,9 +80,9 @@ class Ranks:
         sums = np.stack([g[io.HEAD_SUMS] for g in given])
         likeliest = None
         if io.ARGMAX in given[0]:
-            likeliest = heads.likeliest(sums, np.stack([g[io.ARGMAX] for g in given]))
+            likeliest = likeliest_of(sums, np.stack([g[io.ARGMAX] for g in given]))
         logits = np.concatenate([g[io.LOGITS] for g in given], axis=1)
-        return Said(logits, heads.entropy_nats(sums), heads.log_sum_exp(sums), likeliest)
+        return Said(logits, heads.entropy_nats(sums), log_sum_exp(sums), likeliest)
 
     def _feeds(self, ids: list[int]) -> dict[str, NDArray[Any]]:
         n, span = len(ids), np.arange(len(ids))
@@ -108,3 +108,21 @@ class Ranks:
             io.LOGITS_INDEX: span,
             io.POSITIONS: self._past + span,
         }
+
+
+def log_sum_exp(head_sums: Float) -> Float:
+    """Of all ranks' logits, float32 [R]; `head_sums` as of `heads.entropy_nats`."""
+    top, powers = head_sums[:, :, 0].astype(np.float64), head_sums[:, :, 1]
+    highest = top.max(axis=0)
+    total = (np.exp(top - highest) * powers).sum(axis=0)
+    return np.asarray(highest + np.log(total), np.float32)
+
+
+def likeliest_of(head_sums: Float, argmax: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [R]: the token with the largest logit, the first of equals.
+
+    Args:
+        argmax: int64 [ranks, R], each rank's own.
+    """
+    best = head_sums[:, :, 0].argmax(axis=0)
+    return np.asarray(argmax[best, np.arange(len(best))], np.int64)

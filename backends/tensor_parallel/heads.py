@@ -22,21 +22,3 @@ def entropy_nats(head_sums: Float) -> Float:
     total = (weight * powers).sum(axis=0)
     mean = (weight * (below + shift * powers)).sum(axis=0) / total
     return np.asarray(np.log(total) - mean, np.float32)
-
-
-def log_sum_exp(head_sums: Float) -> Float:
-    """Of all ranks' logits, float32 [R]; `head_sums` as of `entropy_nats`."""
-    top, powers = head_sums[:, :, 0].astype(np.float64), head_sums[:, :, 1]
-    highest = top.max(axis=0)
-    total = (np.exp(top - highest) * powers).sum(axis=0)
-    return np.asarray(highest + np.log(total), np.float32)
-
-
-def likeliest(head_sums: Float, argmax: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [R]: the token with the largest logit, the first of equals.
-
-    Args:
-        argmax: int64 [ranks, R], each rank's own.
-    """
-    best = head_sums[:, :, 0].argmax(axis=0)
-    return np.asarray(argmax[best, np.arange(len(best))], np.int64)

@@ -82,14 +82,18 @@ def build_decoder(
     Args:
         layers: of one stage out of several; all of them unless given.
     """
-    assert form in FORMS or form == PAGED
     layers = range(parts.spec.num_layers) if layers is None else layers
+    return decoder_of(parts, store, form).build(form, on_layer, layers)
+
+
+def decoder_of(parts: DecoderParts, store: WeightStore, form: str) -> Decoder:
+    """What emits one form."""
+    assert form in FORMS or form == PAGED
     if form == PAGED:
         learned = parts.spec.positions is not None
         half = GraphBuilder(store, np.float16)
-        paged = Decoder(parts, half, paged_inputs(learned_positions=learned))
-        return paged.build(form, on_layer, layers)
-    return Decoder(parts, GraphBuilder(store), step_inputs(form)).build(form, on_layer, layers)
+        return Decoder(parts, half, paged_inputs(learned_positions=learned))
+    return Decoder(parts, GraphBuilder(store), step_inputs(form))
 
 
 class Decoder:
@@ -121,7 +125,7 @@ class Decoder:
             normed, residual = self.embedded(self.looked_up(inputs[0]))
         else:
             names = self._crossing_names(layers.start)
-            inputs = [graph_input(name, self._dtype, ["N", spec.hidden_size]) for name in names]
+            inputs = [graph_input(name, self.dtype, ["N", spec.hidden_size]) for name in names]
             residual, normed = inputs[0], inputs[-1]
         for layer in layers:
             output, residual = self.attended(layer, normed, residual)
@@ -138,7 +142,7 @@ class Decoder:
         else:
             names = self._crossing_names(layers.stop)
             outputs = [
-                named_output(value, name, self._dtype, ["N", spec.hidden_size])
+                named_output(value, name, self.dtype, ["N", spec.hidden_size])
                 for value, name in zip((residual, normed), names, strict=False)
             ]
         is_whole = len(layers) == spec.num_layers
@@ -157,7 +161,8 @@ class Decoder:
         return [name.format(layer) for name in names]
 
     @property
-    def _dtype(self) -> ir.DataType:
+    def dtype(self) -> ir.DataType:
+        """Of activations."""
         return ir.DataType.from_numpy(np.dtype(self.g.activations))
 
     def looked_up(self, ids: ir.Value) -> ir.Value:

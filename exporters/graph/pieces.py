@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx_ir as ir
 
-from headrace.exporters.graph.builder import GraphBuilder, graph_input, named_output
-from headrace.exporters.graph.decoder import PAGED, Decoder, DecoderParts
-from headrace.exporters.graph.paged import PagedInputs, paged_inputs
-from headrace.exporters.graph.step_inputs import StepInputs, step_inputs
+from headrace.exporters.graph.builder import graph_input, named_output
+from headrace.exporters.graph.decoder import PAGED, DecoderParts, decoder_of
 from headrace.exporters.graph.weights import WeightStore
 from headrace.runtime import manifest as io
 
@@ -61,15 +59,11 @@ class _Piece:
     """A graph under construction, with what the piece before gives. `rows`: how many of them."""
 
     def __init__(self, parts: DecoderParts, store: WeightStore, form: str, rows: str) -> None:
-        spec, self._paged, self._rows = parts.spec, form == PAGED, rows
-        self._g = GraphBuilder(store, np.float16 if self._paged else np.float32)
-        self._step: StepInputs | PagedInputs = step_inputs(form)
-        if self._paged:
-            self._step = paged_inputs(learned_positions=spec.positions is not None)
-        self.decoder = Decoder(parts, self._g, self._step)
-        self._dtype = ir.DataType.from_numpy(np.dtype(self._g.activations))
-        shape: list[int | str] = [rows, spec.hidden_size]
-        self._name, self._spec = f"{spec.architecture}_{form}", spec
+        self.decoder = decoder_of(parts, store, form)
+        self._g, self._step, self._dtype = self.decoder.g, self.decoder.step, self.decoder.dtype
+        self._spec, self._paged, self._rows = parts.spec, form == PAGED, rows
+        self._name = f"{parts.spec.architecture}_{form}"
+        shape: list[int | str] = [rows, parts.spec.hidden_size]
         self._ids = graph_input(io.INPUT_IDS, _INT64, ["N"])
         self.summed, self.carried = (
             graph_input(name, self._dtype, shape) for name in (io.SUMMED, io.CARRIED)

@@ -18,7 +18,7 @@ from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.heads.checkpoint import WEIGHTS_FILE, Heads, read_heads
 from headrace.exporters.heads.graph import build_heads
 from headrace.exporters.model import checked_spec, decoder_parts
-from headrace.exporters.precision import FORMATS, Precision, find_precision
+from headrace.exporters.precision import FORMATS, find_precision
 from headrace.runtime.errors import CheckpointError, ExportError
 from headrace.runtime.manifest import (
     MANIFEST_FILE,
@@ -79,18 +79,16 @@ def open_package_source(source: Path, package: Path, manifest: Manifest) -> Chec
 
 def package_parts(checkpoint: Checkpoint, target: TargetInfo) -> DecoderParts:
     """The decoder of a target: its weights in the basis of its graphs."""
-    return decoder_parts(checked_spec(checkpoint), checkpoint.tensors, _precision(target))
-
-
-def _precision(target: TargetInfo) -> Precision:
-    return find_precision(target.precision)
+    return decoder_parts(
+        checked_spec(checkpoint), checkpoint.tensors, find_precision(target.precision)
+    )
 
 
 def _write(
     package: Path, target: TargetInfo, parts: DecoderParts, heads: Heads, source: SourceInfo
 ) -> tuple[TargetInfo, list[FileInfo]]:
     """Write graph and weights of the heads for one target."""
-    precision = _precision(target)
+    precision = find_precision(target.precision)
     fmt = FORMATS[precision.head or precision.format]()
     folder, stem = package / target.name, f"heads-{source.sha256[:12]}"
     with WeightStore(folder, f"{stem}.bin") as store:

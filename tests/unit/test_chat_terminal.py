@@ -17,6 +17,7 @@ from headrace.runtime.commands.typed import read_text
 from headrace.runtime.store.places import HOME_VARIABLE
 
 WAIT_S = 120.0
+REPEAT_S = 2.0
 
 
 def typing(*lines: str | type[BaseException]) -> Callable[[str], str]:
@@ -95,6 +96,20 @@ class Terminal:
         except OSError:  # Linux says so when the program has ended
             raise AssertionError(f"it ended: {self.seen}") from None
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C until there is a prompt again. Python hears of one that comes between a
+        prompt and its wait for a key only with the next key, as anybody at a terminal finds out."""
+        for _ in range(10):
+            self.type("\x03")
+            end = time.monotonic() + REPEAT_S
+            while "> " not in self.seen and time.monotonic() < end:
+                if select.select([self._master], [], [], max(end - time.monotonic(), 0))[0]:
+                    self.wait()
+            if "> " in self.seen:
+                self.until("> ")
+                return
+        raise AssertionError(f"no prompt after ten times Ctrl-C: {self.seen}")
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -127,28 +142,30 @@ needs_terminal = pytest.mark.skipif(
 
 
 @needs_terminal
-@pytest.mark.skip(reason="hangs now and then: Ctrl-C between answer and prompt loses the next line")
 def test_ctrl_c_ends_the_answer_and_not_the_program(terminal: Terminal, tmp_path: Path) -> None:
     terminal.until("> ")
     for _ in range(20):  # a random model may be done before it is interrupted
         terminal.type("hello\r")
         terminal.until("hello\r\n")
-        terminal.wait()  # for the beginning of the answer
+        if not terminal.seen:
+            terminal.wait()  # for the beginning of the answer
         terminal.type("\x03")
         if "[interrupted]" in terminal.until("[interrupted]", "\r\n> "):
             break
     else:
         raise AssertionError("no answer could be interrupted")
     terminal.until("> ")
-    terminal.type("half a line\x03")
-    terminal.until("> ")
+    terminal.type("half a line")
+    terminal.until("half a line")
+    terminal.interrupt()
     terminal.type("/stats\r")
     assert "tokens of context used" in terminal.until("of context used")
     terminal.until("> ")
     terminal.type('"""\r')
     terminal.until(". ")
-    terminal.type("x\x03")
-    terminal.until("> ")
+    terminal.type("x")
+    terminal.until("x")
+    terminal.interrupt()
     terminal.type(f"/save {tmp_path / 'chat'}\r")
     terminal.until("saved ")
     terminal.type("/quit\r")

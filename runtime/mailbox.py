@@ -8,6 +8,10 @@ from collections import deque
 from collections.abc import Callable
 
 
+class LoopClosedError(RuntimeError):
+    """The event loop was closed: nobody is left there to hear."""
+
+
 class Mailbox:
     """Wakes a loop once for all that is posted until it looks.
 
@@ -24,20 +28,19 @@ class Mailbox:
         """Have the loop make this call, in order.
 
         Raises:
-            RuntimeError: the loop was closed.
+            LoopClosedError: by now, or since a call that it never came to.
         """
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            raise LoopClosedError("the event loop was closed")
         self._calls.append(call)
         if self._is_due:
             return
-        loop = self._loop()
-        if loop is None:
-            raise RuntimeError("the event loop is gone")
         self._is_due = True
         try:
             loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:
-            self._is_due = False
-            raise
+        except RuntimeError as error:  # closed since the look above
+            raise LoopClosedError("the event loop was closed") from error
 
     def _deliver(self) -> None:
         self._is_due = False  # before the last look, so that nothing posted meanwhile is forgotten

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import cast
 
 from headrace.runtime.answer import Request
 from headrace.runtime.completion import Completion, TokenDelta
@@ -90,8 +90,13 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> Callable[[], None]:
-    """`callback` as one that any thread may call."""
-    return lambda: cast(None, loop.call_soon_threadsafe(callback))
+    """`callback` as one that any thread may call, to no effect once the loop was closed."""
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(callback)
+
+    return call
 
 
 def _at_end(worker: Worker, future: asyncio.Future[None]) -> Listener:

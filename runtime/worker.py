@@ -21,7 +21,7 @@ from headrace.runtime.answer import Request, StepEvent
 from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, TokenDelta
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import EngineClosedError, QueueFullError
-from headrace.runtime.mailbox import Mailbox
+from headrace.runtime.mailbox import LoopClosedError, Mailbox
 from headrace.runtime.pipeline import step_in_order, step_overlapped
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,9 @@ class RequestHandle:
             return
         try:
             self._listener(item)
-        except Exception:  # nobody is listening any more (its event loop was closed)
-            logger.warning("a listener failed; its request is cancelled", exc_info=True)
+        except Exception as error:
+            if not isinstance(error, LoopClosedError):  # else whoever listened has left: no fault
+                logger.warning("a listener failed; its request is cancelled", exc_info=True)
             self._listener = None
             self._worker.cancel(self.request_id)
 
@@ -346,5 +347,5 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
     for callback in callbacks:
         try:
             callback()
-        except Exception:  # its event loop was closed
-            logger.warning("a caller that waited for room is gone", exc_info=True)
+        except Exception:
+            logger.warning("a listener for room failed", exc_info=True)

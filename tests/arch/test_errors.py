@@ -24,7 +24,10 @@ OTHERS = {
     ("runtime.prompts", "TypeError"): "caught in the same function, with Python's own",
     ("runtime.cli", "ArgumentTypeError"): "how a type tells argparse of wrong usage",
     ("runtime.commands.serve", "ArgumentTypeError"): "how a type tells argparse of wrong usage",
-    ("runtime.mailbox", "RuntimeError"): "what asyncio raises for a loop that is gone",
+    (
+        "runtime.mailbox",
+        "LoopClosedError",
+    ): "asyncio's RuntimeError, for the worker to catch",
     ("runtime.chat.tool_calls", "JSONDecodeError"): "caught in the caller, with the decoder's own",
     ("runtime.worker", "TimeoutError"): "what a wait with a timeout raises all over Python",
     ("runtime.chat.sandbox", "SecurityError"): "Jinja's; ChatTemplate makes it a TemplateError",

@@ -32,7 +32,7 @@ from headrace.runtime.errors import (
     RequestError,
     TemplateError,
 )
-from headrace.runtime.mailbox import Mailbox
+from headrace.runtime.mailbox import LoopClosedError, Mailbox
 from headrace.runtime.worker import RequestHandle
 
 FOREVER: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 10_000}
@@ -566,12 +566,40 @@ def test_a_loop_is_woken_once_for_many_calls() -> None:
     mailbox = Mailbox(loop)
     loop.close()
     for _ in range(2):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(LoopClosedError):
             mailbox.post(lambda: None)
     del loop
     gc.collect()
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(LoopClosedError):
         mailbox.post(lambda: None)
+
+
+def test_a_loop_closed_before_it_looked_is_noticed() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    mailbox.post(lambda: None)
+    loop.close()
+    with pytest.raises(LoopClosedError):
+        mailbox.post(lambda: None)
+
+
+def test_a_loop_closed_amid_answers_is_no_fault_to_report(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def leave(runtime: Runtime) -> None:
+        config = GenerationConfig(max_new_tokens=30, ignore_eos=True)
+        prompts = ["a"] * 12  # more than there is room for: some wait for that
+        answers = asyncio.ensure_future(runtime.agenerate(prompts, config))
+        while not runtime.steps:
+            await asyncio.sleep(0.001)
+        assert not answers.done()
+
+    with make_runtime(FakeBackend(max_slots=4, delay_ms=1), max_waiting=1) as runtime:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(leave(runtime))
+        loop.close()  # nothing was cancelled
+        assert runtime.generate("b", max_new_tokens=200, ignore_eos=True).text  # outlasts them
+    assert "listener" not in caplog.text
 
 
 @pytest.mark.parametrize("in_loop", [False, True])

@@ -176,7 +176,7 @@ def _add_bench(commands: Any) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines; both packages answer them with --new-tokens tokens at most",
+        help="JSON lines; answered with --new-tokens tokens at most",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(command=_bench)

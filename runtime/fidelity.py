@@ -20,6 +20,10 @@ class Fidelity:
     `*_kl_nats` are of D(reference || model), the 99th percentile interpolated linearly;
     `top1_agreement` is the share of equal argmaxes. Perplexity is exp of the mean negative log
     probability of the token that comes next in the text, NaN where none does.
+
+    `perplexity_change_error` is the standard error of `perplexity_change`, with the tokens that the
+    meter was given together as one draw, since tokens of a text are not independent; NaN where
+    there are fewer than two draws.
     """
 
     num_tokens: int
@@ -28,6 +32,7 @@ class Fidelity:
     top1_agreement: float
     perplexity: float
     perplexity_fp32: float
+    perplexity_change_error: float
 
     @property
     def perplexity_change(self) -> float:
@@ -67,6 +72,7 @@ class FidelityMeter:
             top1_agreement=self._same / len(kl),
             perplexity=_perplexity(model),
             perplexity_fp32=_perplexity(reference),
+            perplexity_change_error=_change_error([b - a for a, b in self._surprise]),
         )
 
 
@@ -89,6 +95,17 @@ def _kl_nats(log_p: Float, log_q: Float) -> Float64:
 
 def _perplexity(surprise_nats: Float64) -> float:
     return math.exp(surprise_nats.mean()) if len(surprise_nats) else math.nan
+
+
+def _change_error(added_nats: Sequence[Float64]) -> float:
+    """Standard error of exp(mean) of draws of several tokens each (a ratio of two means)."""
+    draws = [draw for draw in added_nats if len(draw)]
+    if len(draws) < 2:
+        return math.nan
+    sums, counts = (np.array([f(draw) for draw in draws]) for f in (np.sum, len))
+    mean = sums.sum() / counts.sum()
+    variance = np.square(sums - mean * counts).sum() * len(draws) / (len(draws) - 1)
+    return float(np.exp(mean) * np.sqrt(variance) / counts.sum())
 
 
 def spread_chunks(ids: Sequence[int], count: int, size: int) -> list[list[int]]:

@@ -3,6 +3,11 @@
 Both read the same tokens through their backends, as in production: a text in chunks, and the
 answers that the FP32 package itself writes to prompts (the prompts are read, too, but do not
 count). The package then answers the prompts as well, and the answers are compared token by token.
+
+The FP32 package answers twice. On answers that it draws at temperature 1, perplexity tells what the
+package lost: the mean log ratio of both models is then their KL, but for chance. Greedy answers are
+its own maximum: whatever a package does differently raises their perplexity, also where it is no
+worse.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from headrace.backends.base import Backend, Capabilities
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
 from headrace.runtime.commands.bench import hardware, versions
-from headrace.runtime.config import EngineConfig
+from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import Row, StepPlan
 from headrace.runtime.errors import PackageError, RequestError
 from headrace.runtime.fidelity import Fidelity, FidelityMeter, first_difference, spread_chunks
@@ -80,7 +85,8 @@ def measure_fidelity(
     Args:
         text: read in chunks of 512 tokens that are spread over it.
         prompts: JSON lines, each a string or an object with `prompt` or `turns`; the FP32 package
-            answers them greedily, at most `new_tokens` tokens each.
+            answers them greedily ("answers") and at temperature 1 ("sampled"), at most `new_tokens`
+            tokens each.
         skip_share: of the text, from its start, that is left out because it was calibrated on.
 
     Raises:
@@ -97,16 +103,17 @@ def measure_fidelity(
     if sum(map(len, chunks)) < 2:
         raise RequestError(f"{text} has too little text to compare on")
     asked = [] if prompts is None else encode_prompts(folder, manifests[1], _read_prompts(prompts))
-    answers = [
-        _answer(which, asked, new_tokens, device, engine_options or {}, progress)
-        for which in ([reference, folder] if asked else [])
-    ]
-    both = Answers(*answers) if asked else None
-    pairs = zip(asked, both.fp32 if both else (), strict=True)
-    texts = {
-        "text": [Piece(tuple(chunk)) for chunk in chunks],
-        "answers": [Piece((*ids, *answer), len(ids)) for ids, answer in pairs],
-    }
+
+    def answers(which: Path, temperature: float) -> tuple[tuple[int, ...], ...]:
+        config = GenerationConfig(max_new_tokens=new_tokens, temperature=temperature)
+        return _answer(which, asked, config, device, engine_options or {}, progress)
+
+    texts = {"text": [Piece(tuple(chunk)) for chunk in chunks]}
+    greedy = None
+    if asked:
+        greedy = Answers(answers(reference, 0.0), answers(folder, 0.0))
+        texts["answers"] = _pieces(asked, greedy.fp32)
+        texts["sampled"] = _pieces(asked, answers(reference, 1.0))
     options = {**(engine_options or {}), "max_sequences": 1}
     measured = _compare(folder, reference, texts, device, options, progress)
     progress("")
@@ -116,7 +123,7 @@ def measure_fidelity(
         "precision": manifests[1].targets[0].precision,
         "kv_cache": manifests[1].targets[0].kv_cache.dtype,
         **{name: dataclasses.asdict(found) for name, found in measured.items()},
-        "greedy": None if both is None else both.agreement(),
+        "greedy": None if greedy is None else greedy.agreement(),
         "versions": versions(),
         "hardware": hardware(),
     }
@@ -154,17 +161,23 @@ def _read_prompts(path: Path) -> list[str]:
 def _answer(
     folder: Path,
     prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    config: GenerationConfig,
     device: str,
     engine_options: dict[str, Any],
     progress: Callable[[str], None],
 ) -> tuple[tuple[int, ...], ...]:
-    """Greedy answers."""
+    """Token ids of the answers, each drawn with a seed of its own."""
     progress(f"{folder.name} answers {len(prompts)} prompts")
-    options = {**engine_options, "max_sequences": _PARALLEL_ANSWERS}
-    with Runtime.load(folder, device, **options) as runtime:
-        done = runtime.generate(prompts, max_new_tokens=new_tokens, temperature=0.0)
+    room = {"max_sequences": _PARALLEL_ANSWERS, "max_waiting": len(prompts)}
+    with Runtime.load(folder, device, **{**engine_options, **room}) as runtime:
+        handles = [runtime.submit(p, config, seed=i) for i, p in enumerate(prompts)]
+        done = [handle.result() for handle in handles]
     return tuple(tuple(completion.token_ids) for completion in done)
+
+
+def _pieces(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Piece]:
+    pairs = zip(prompts, answers, strict=True)
+    return [Piece((*prompt, *answer), len(prompt)) for prompt, answer in pairs]
 
 
 def _compare(
@@ -223,14 +236,15 @@ def render(report: dict[str, Any]) -> str:
         f"{report['package']} ({report['precision']}, {report['kv_cache']} cache) "
         f"against {report['reference']}"
     ]
-    for name in ("text", "answers"):
+    for name in ("text", "answers", "sampled"):
         if name in report:
             found = report[name]
             change = found["perplexity"] / found["perplexity_fp32"] - 1
+            error = found["perplexity_change_error"]
             lines.append(
                 f"{name:8} {found['num_tokens']:6} tokens  KL mean {found['mean_kl_nats']:.4f}, "
                 f"p99 {found['p99_kl_nats']:.4f} nats  top-1 {found['top1_agreement']:.1%}  "
-                f"perplexity {found['perplexity']:.3f} ({change:+.2%})"
+                f"perplexity {found['perplexity']:.3f} ({change:+.2%}, standard error {error:.2%})"
             )
     if (greedy := report["greedy"]) is not None:
         lines.append(

@@ -39,6 +39,23 @@ def test_the_meter_follows_the_definitions() -> None:
     assert found.perplexity_change == pytest.approx(taken[0] / taken[1] - 1, rel=1e-4)
 
 
+def test_the_standard_error_is_that_of_draws() -> None:
+    """Against the spread of the estimate itself over many texts; draws have unequal lengths."""
+    rng = np.random.default_rng(2)
+    reference = np.zeros((12, 2), np.float32)
+    changes, errors = [], []
+    for _ in range(300):
+        meter = FidelityMeter()
+        for tokens in rng.integers(1, 12, 40):
+            model = np.zeros((tokens, 2), np.float32)
+            model[:, 1] = rng.normal(0, 0.3)  # tokens of a draw have the same luck
+            meter.add(reference[:tokens], model, [1] * int(tokens))
+        found = meter.result()
+        changes.append(found.perplexity_change)
+        errors.append(found.perplexity_change_error)
+    assert np.mean(errors) == pytest.approx(np.std(changes), rel=0.15)
+
+
 def test_rows_that_do_not_count() -> None:
     """What the meter is given apart and in pieces, without the rows that are left out."""
     rng = np.random.default_rng(1)
@@ -55,7 +72,7 @@ def test_no_next_tokens_no_perplexity() -> None:
     meter.add(np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32))
     found = meter.result()
     assert (found.mean_kl_nats, found.top1_agreement) == (0, 1)
-    assert math.isnan(found.perplexity)
+    assert math.isnan(found.perplexity) and math.isnan(found.perplexity_change_error)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +117,7 @@ def test_bench_compares_with_the_fp32_package(
     # Each answer token is predicted by the one before it, and the last token predicts one more.
     written = 3 * report["greedy"]["mean_answer_tokens"]
     assert report["answers"]["num_tokens"] == pytest.approx(written + 3)
+    assert report["sampled"]["num_tokens"] > 3 and report["sampled"] != report["answers"]
     assert 0 <= report["greedy"]["equal_share"] <= 1
     assert report["greedy"]["mean_tokens_to_difference"] <= report["greedy"]["mean_answer_tokens"]
     assert cli.main(["bench", str(package), *options]) == 0

@@ -190,7 +190,7 @@ def _add_doctor(commands: Any) -> None:
 
 def _add_inspect(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="what a package holds")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="package made by runtime-export")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(command=_inspect)
@@ -198,8 +198,8 @@ def _add_inspect(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser("plan", help="what fits where, and how fast it could be")
-    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a package")
-    parser.add_argument("--model", metavar="NAME", help="instead of a package, such as gpt3-175b")
+    parser.add_argument("package", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--model", metavar="NAME", help="a shape by its name, such as gpt3-175b")
     parser.add_argument(
         "--devices",
         metavar="NxNAME",
@@ -297,8 +297,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from headrace.runtime.commands import inspect
+    from headrace.runtime.commands.models import find_model
 
-    summary = inspect.summarize(args.folder, verify=args.verify)
+    summary = inspect.summarize(find_model(args.model).package, verify=args.verify)
     print(_json(summary) if args.json else inspect.render(summary))
     return 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from pathlib import Path
 
+from headrace.runtime.commands.models import find_model
 from headrace.runtime.errors import ConfigError
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import read_manifest
@@ -28,9 +28,10 @@ def plan(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: an unknown model or device, or a number of devices that cannot share the model.
-        PackageError: the folder is no package.
+        StoreError: there is no such package.
+        PackageError: it cannot be read.
     """
-    if args.folder is not None and args.model is not None:
+    if args.package is not None and args.model is not None:
         raise ConfigError("model", args.model, "either a package or the name of a model")
     shapes = _shapes(args)
     context = args.context_tokens
@@ -49,9 +50,9 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _shapes(args: argparse.Namespace) -> list[ModelShape]:
-    if args.folder is not None:
-        folder: Path = args.folder
-        return [shape_of_package(folder.name, read_manifest(folder).model)]
+    if args.package is not None:
+        found = find_model(args.package)
+        return [shape_of_package(found.name, read_manifest(found.package).model)]
     if args.model is None:
         return list(MODELS.values())
     if args.model.lower() in MODELS:

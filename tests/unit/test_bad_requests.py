@@ -121,7 +121,7 @@ def test_folders_that_are_no_package(tmp_path: Path, capsys: Capture) -> None:
     assert "not a headrace package" in failed(capsys, "run", str(tmp_path), "hi")
     nothing = str(tmp_path / "nothing")
     assert f"there is no model {nothing!r}" in failed(capsys, "run", nothing, "hi")
-    assert "not a headrace package" in failed(capsys, "inspect", nothing)
+    assert f"there is no model {nothing!r}" in failed(capsys, "inspect", nothing)
     (tmp_path / "manifest.json").write_bytes(b"\xff{")
     assert "manifest.json cannot be read" in failed(capsys, "inspect", str(tmp_path))
 

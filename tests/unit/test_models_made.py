@@ -64,6 +64,10 @@ def test_run_makes_a_package_once_and_says_what_it_is(
     assert name.startswith("my_model-")
     assert cli.main(["run", name, *command[2:]]) == 0  # the cache's name for it
     assert capfd.readouterr().out == first.out
+    assert cli.main(["inspect", name]) == 0
+    assert "my model.gguf (gguf)" in capfd.readouterr().out
+    assert cli.main(["plan", str(gguf), "--devices", "H100"]) == 0
+    assert capfd.readouterr().out.startswith("my model (")
 
 
 def test_content_and_version_decide(

@@ -57,14 +57,15 @@ def llama_like(
     architecture: str,
     head_dim: int | None = None,
     tied: bool = False,
+    rotary_theta: float = 10000.0,
     rotary_share: float = 1.0,
     rope_names: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> DecoderSpec:
     """A llama without biases, but for `changes`, which are fields of the spec.
 
-    `head_dim`, `tied` and `rotary_share` (of a head that turns) hold where the configuration does
-    not say; `rope_names` are what the family calls types of rotary scaling.
+    `head_dim`, `tied`, `rotary_theta` and `rotary_share` (of a head that turns) hold where the
+    configuration does not say; `rope_names` are what the family calls types of rotary scaling.
     """
     hidden_size = get_int(config, "hidden_size")
     num_heads = get_int(config, "num_attention_heads")
@@ -91,7 +92,7 @@ def llama_like(
         "layer": LAYER,
     } | changes
     if "attention" not in fields:
-        rope = read_rope(config, head_dim, share=rotary_share, names=rope_names)
+        rope = read_rope(config, head_dim, theta=rotary_theta, share=rotary_share, names=rope_names)
         fields["attention"] = (AttentionSpec(rope=rope),) * num_layers
     if "intermediate_size" not in fields:
         fields["intermediate_size"] = get_int(config, "intermediate_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from headrace.exporters.archs import (
+    arcee,
     gemma,
     gpt2,
     granite,
@@ -13,7 +14,10 @@ from headrace.exporters.archs import (
     olmo,
     phi3,
     qwen,
+    seed_oss,
+    smollm,
     stablelm,
+    starcoder2,
 )
 from headrace.exporters.archs.bert import is_encoder
 from headrace.exporters.archs.config_keys import ReadKeys
@@ -23,7 +27,21 @@ from headrace.runtime.errors import CheckpointError, UnsupportedArchitectureErro
 # Rotary tables are as long as the context: beyond this a value is a mistake, not a model.
 _MAX_CONTEXT_TOKENS = 1 << 24
 
-_MODULES = (gemma, gpt2, granite, llama, mistral, olmo, phi3, qwen, stablelm)
+_MODULES = (
+    arcee,
+    gemma,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen,
+    seed_oss,
+    smollm,
+    stablelm,
+    starcoder2,
+)
 _BY_MODEL_TYPE: dict[str, Callable[[Mapping[str, object]], DecoderSpec]] = {
     model_type: module.spec_from_config for module in _MODULES for model_type in module.MODEL_TYPES
 }

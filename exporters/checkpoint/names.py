@@ -174,6 +174,35 @@ _STABLELM = GgufArchitecture(
     present={"use_qkv_bias": "blk.0.attn_q.bias"},
     config=_SILU,
 )
+_SMOLLM3 = dataclasses.replace(_LLAMA, hf_class="SmolLM3ForCausalLM", model_type="smollm3")
+_ARCEE = dataclasses.replace(
+    _LLAMA,
+    hf_class="ArceeForCausalLM",
+    model_type="arcee",
+    layer={key: name for key, name in _LAYER.items() if key != "ffn_gate"},
+    present={**_BIAS, "mlp_bias": "blk.0.ffn_up.bias"},
+    config={"hidden_act": "relu2"},
+)
+_SEED_OSS = GgufArchitecture(
+    hf_class="SeedOssForCausalLM",
+    model_type="seed_oss",
+    model=_MODEL,
+    layer={key: name for key, name in _LAYER.items() if key != "ffn_norm"}
+    | {"post_attention_norm": "post_attention_layernorm"},
+    numbers=_RMS,
+    present={**_BIAS, "attention_out_bias": "blk.0.attn_output.bias"},
+    config=_SILU,
+)
+_STARCODER2 = GgufArchitecture(
+    hf_class="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    model=_MODEL,
+    layer={key: name for key, name in _LAYER.items() if key != "ffn_gate"}
+    | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    numbers={"attention.layer_norm_epsilon": "norm_epsilon"},
+    present={"use_bias": "blk.0.attn_q.bias"},
+    config={"hidden_act": "gelu_pytorch_tanh"},
+)
 _GPT2 = GgufArchitecture(
     hf_class="GPT2LMHeadModel",
     model_type="gpt2",
@@ -210,6 +239,10 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "phi3": _PHI3,
     "stablelm": _STABLELM,
     "gpt2": _GPT2,
+    "smollm3": _SMOLLM3,
+    "arcee": _ARCEE,
+    "seed_oss": _SEED_OSS,
+    "starcoder2": _STARCODER2,
 }
 
 

@@ -72,6 +72,7 @@ def test_a_key_that_is_not_known_is_refused_by_every_architecture(name: str) -> 
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
         ("qwen2_tied_window", {"max_window_layers": "all"}, "max_window_layers"),
         ("mistral", {"sliding_window": -1}, "sliding_window"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(
@@ -83,7 +84,7 @@ def test_what_is_not_built_is_refused_by_name(
 
 def test_the_residual_stream_is_rotated_only_where_that_changes_nothing() -> None:
     obstacles = {name for name in CONFIGS if stream_obstacle(spec_of(config_of(name)))}
-    kept = ("gemma2", "gemma3", "olmo2", "stablelm", "gpt2")
+    kept = ("gemma2", "gemma3", "olmo2", "stablelm", "starcoder2", "gpt2")
     assert obstacles == {name for name in CONFIGS if name.startswith(kept)}
 
 

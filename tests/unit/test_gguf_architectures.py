@@ -95,11 +95,17 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
     "stablelm": (gguf.MODEL_ARCH.STABLELM, _stablelm),
     "stablelm_half": (gguf.MODEL_ARCH.STABLELM, _stablelm),
     "stablelm_10_pairs": (gguf.MODEL_ARCH.STABLELM, _stablelm),
+    "smollm3": (gguf.MODEL_ARCH.SMOLLM3, _none),
+    "starcoder2_untied": (gguf.MODEL_ARCH.STARCODER2, _none),
+    "arcee": (gguf.MODEL_ARCH.ARCEE, _none),
+    "arcee_bias_yarn": (gguf.MODEL_ARCH.ARCEE, _yarn),
+    "seed_oss": (gguf.MODEL_ARCH.SEED_OSS, _none),
     "gpt2": (gguf.MODEL_ARCH.GPT2, _none),
     "gpt2_untied": (gguf.MODEL_ARCH.GPT2, _none),
 }
 # The converter turns these, and GPT-2's matrices.
-INTERLEAVED = {"granite": {"q_proj": 4, "k_proj": 2}}
+_QUERY_AND_KEY = {"q_proj": 4, "k_proj": 2}
+INTERLEAVED = dict.fromkeys(("granite", "smollm3", "arcee"), _QUERY_AND_KEY)
 
 
 def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
@@ -115,10 +121,11 @@ def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
     writer.add_block_count(layers)
     writer.add_feed_forward_length(decoder_spec(said).intermediate_size)
     writer.add_head_count(said["num_attention_heads"])
-    if config["model_type"] in ("gpt2", "stablelm"):
+    if config["model_type"] in ("gpt2", "stablelm", "starcoder2"):
         writer.add_layer_norm_eps(1e-5)
     else:
-        writer.add_layer_norm_rms_eps(1e-5 if config["model_type"] == "phi3" else 1e-6)
+        usual = 1e-5 if config["model_type"] in ("phi3", "arcee") else 1e-6
+        writer.add_layer_norm_rms_eps(usual)
     if config["model_type"] != "gpt2":
         writer.add_head_count_kv(config["num_key_value_heads"])
     if config["model_type"] not in ("gemma3_text", "gpt2"):
@@ -139,7 +146,7 @@ def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
             values = np.ascontiguousarray(values.T)
         heads = INTERLEAVED.get(config["model_type"], {}).get(tensor.split(".")[-2])
         if heads is not None:  # rows i and i + d/2 of a head become neighbours
-            halves = values.reshape(heads, 2, -1, values.shape[1])
+            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         writer.add_tensor(new, values)
     writer.write_header_to_file()

@@ -4,6 +4,7 @@
     python3 tools/dev.py test     checks, then the whole test suite; more words go to pytest
     python3 tools/dev.py check    linting, formatting, types and import rules only
     python3 tools/dev.py setup    the virtual environment only
+    python3 tools/dev.py peers    other runtimes beside it; more words go to tools/peers/run.py
 
 The environment is `.venv` in the checkout, with the versions that `tools/constraints.txt` pins.
 It is made once, and again whenever the pins change.
@@ -49,6 +50,8 @@ Command = Sequence[str | Path]
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, rest = _parser().parse_known_args(argv)
+    if args.command == "peers":  # has environments of its own
+        return _call([sys.executable, ROOT / "tools" / "peers" / "run.py", *rest])
     if rest and args.command != "test":
         _parser().error(f"unknown arguments: {' '.join(rest)}")
     try:
@@ -67,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("demo", "test", "check", "setup"))
+    parser.add_argument("command", choices=("demo", "test", "check", "setup", "peers"))
     parser.add_argument(
         "--no-system-packages",
         action="store_true",

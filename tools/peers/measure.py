@@ -50,6 +50,7 @@ class Sample:
         idle_s, idle_cpu_s: time since the peer's turn before, CPU time that it used meanwhile.
         others_cores: CPU time of other processes in the turn, in cores; None where untold.
         token_ids: the new tokens of each sequence.
+        prompt_tokens: of each sequence, where a run has several lengths.
     """
 
     peer: str
@@ -61,6 +62,7 @@ class Sample:
     idle_cpu_s: float
     others_cores: float | None
     token_ids: tuple[tuple[int, ...], ...]
+    prompt_tokens: int = 0
 
 
 def windows(token_ids: Sequence[int], length: int) -> Iterator[TokenIds]:

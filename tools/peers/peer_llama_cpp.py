@@ -7,6 +7,7 @@ sequence. "serial" is the `Llama` object, which decodes one prompt at a time.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from numpy.typing import NDArray
+from peers.arrivals import Arrival, serve_in_batches
 from peers.worker import Adapter, TokenIds, serve
 
 _PHYSICAL_BATCH_TOKENS = 512  # llama.cpp's own default
@@ -32,7 +36,7 @@ class Batched:
         options: Mapping[str, str],
     ) -> dict[str, str]:
         llama_cpp.llama_backend_init()
-        self.threads, self.context_tokens = threads, context_tokens
+        self.threads, self.context_tokens, self.max_batch = threads, context_tokens, max_batch
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
         self.model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
@@ -68,10 +72,61 @@ class Batched:
             llama_cpp.llama_batch_free(batch)
         return answers
 
+    def serve(self, arrivals: Sequence[Arrival]) -> list[float]:
+        """As llama.cpp's server: whole prompts of whom a slot is free for, beside decode rows."""
+        context = self._context(self.max_batch)
+        memory = llama_cpp.llama_get_memory(context)
+        llama_cpp.llama_memory_clear(memory, False)
+        batch = llama_cpp.llama_batch_init(self.max_batch * self.context_tokens, 0, 1)
+        start, done_s = time.perf_counter(), [0.0] * len(arrivals)
+        free, coming = list(range(self.max_batch)), list(enumerate(arrivals))
+        running: dict[int, tuple[int, int, int]] = {}  # slot: request, newest token, its place
+        try:
+            while coming or running:
+                now_s = time.perf_counter() - start
+                rows = [(token, place, slot, True) for slot, (_, token, place) in running.items()]
+                places = dict(running)
+                while coming and free and coming[0][1].at_s <= now_s:
+                    (index, arrival), slot = coming.pop(0), free.pop(0)
+                    last = len(arrival.prompt) - 1
+                    rows += [(t, i, slot, i == last) for i, t in enumerate(arrival.prompt)]
+                    places[slot] = (index, 0, last)
+                if not rows:
+                    time.sleep(coming[0][1].at_s - now_s)
+                    continue
+                newest = self._step(context, batch, rows)
+                for (slot, (index, _, place)), token in zip(places.items(), newest, strict=True):
+                    end = len(arrivals[index].prompt) + arrivals[index].new_tokens - 1
+                    running[slot] = (index, token, place + 1)
+                    if place + 1 == end:
+                        done_s[index] = time.perf_counter() - start
+                        del running[slot]
+                        free.append(slot)
+                        llama_cpp.llama_memory_seq_rm(memory, slot, -1, -1)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        return done_s
+
+    def logits(self, token_ids: TokenIds) -> NDArray[np.float32]:
+        context = self._context(1)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+        batch = llama_cpp.llama_batch_init(len(token_ids), 0, 1)
+        try:
+            rows = [(token, position, 0, True) for position, token in enumerate(token_ids)]
+            self._decode(context, batch, rows)
+            return np.stack([self._logits(context, i) for i in range(len(rows))])
+        finally:
+            llama_cpp.llama_batch_free(batch)
+
     def _step(
         self, context: Any, batch: Any, rows: Sequence[tuple[int, int, int, bool]]
     ) -> TokenIds:
-        """Decode rows of (token, position, sequence, whether logits are wanted); greedy picks."""
+        """Decode rows; greedy picks of those whose logits are wanted."""
+        self._decode(context, batch, rows)
+        return [int(self._logits(context, i).argmax()) for i, row in enumerate(rows) if row[3]]
+
+    def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Decode rows of (token, position, sequence, whether logits are wanted)."""
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
             batch.token[i], batch.pos[i] = token, position
@@ -80,12 +135,13 @@ class Batched:
         code = llama_cpp.llama_decode(context, batch)
         if code:
             raise RuntimeError(f"llama_decode returned {code}")
-        return [self._greedy(context, i) for i, row in enumerate(rows) if row[3]]
 
-    def _greedy(self, context: Any, row: int) -> int:
+    def _logits(self, context: Any, row: int) -> NDArray[np.float32]:
+        """A view that the next call of `_decode` overwrites."""
         logits = llama_cpp.llama_get_logits_ith(context, row)
         pointer = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-        return int(np.ctypeslib.as_array(pointer, (self.vocabulary_size,)).argmax())
+        view: NDArray[np.float32] = np.ctypeslib.as_array(pointer, (self.vocabulary_size,))
+        return view
 
     def _context(self, batch: int) -> Any:
         if batch not in self.contexts:
@@ -114,11 +170,13 @@ class Serial:
         context_tokens: int,
         options: Mapping[str, str],
     ) -> dict[str, str]:
+        lookup = int(options.get("lookup_tokens", 0))
         self.llama = llama_cpp.Llama(
             str(model),
             n_ctx=context_tokens,
             n_threads=threads,
             n_threads_batch=threads,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
             verbose=False,
         )
         return _about()
@@ -161,6 +219,16 @@ class ByMode:
 
     def generate(self, prompts: Sequence[TokenIds], new_tokens: int) -> list[TokenIds]:
         return self.chosen.generate(prompts, new_tokens)
+
+    def serve(self, arrivals: Sequence[Arrival]) -> list[float]:
+        if not isinstance(self.chosen, Batched):
+            return serve_in_batches(self.chosen.generate, arrivals, max_batch=1)
+        return self.chosen.serve(arrivals)
+
+    def logits(self, token_ids: TokenIds) -> NDArray[np.float32]:
+        if not isinstance(self.chosen, Batched):
+            raise NotImplementedError("asked of the batched mode")
+        return self.chosen.logits(token_ids)
 
 
 if __name__ == "__main__":

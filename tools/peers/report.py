@@ -10,6 +10,8 @@ from typing import Any
 
 from peers.measure import Sample, is_disturbed
 
+ByRound = Mapping[tuple[int, int], Sample]  # by batch size and round
+
 MAX_IDLE_SHARE = 0.05  # of one core; a peer above it may have slowed down the others
 
 _HEADER = (
@@ -45,7 +47,7 @@ class Row:
         total_ratio, decode_ratio, first_ratio: the reference against this peer in the same
             rounds, above 1 where the reference is faster; None without the reference.
         agreement: mean share of a sequence's new tokens before the first that is not the
-            reference's.
+            truth's.
         idle_share: CPU time while others ran, as a share of one core.
         disturbed: rounds among them in which another process used the CPU.
     """
@@ -78,18 +80,25 @@ def decode_s(sample: Sample) -> float | None:
     return seconds if seconds > 0 and len(sample.token_ids[0]) > 1 else None
 
 
-def summarize(samples: Sequence[Sample], reference: str) -> list[Row]:
-    """A row for each batch size and peer, in the order of the samples."""
+def summarize(samples: Sequence[Sample], reference: str, truth: str | None = None) -> list[Row]:
+    """A row for each batch size and peer, in the order of the samples.
+
+    Args:
+        truth: the peer whose tokens the others are compared with; the reference by default.
+    """
     groups: dict[tuple[int, str], list[Sample]] = {}
     for sample in samples:
         groups.setdefault((sample.batch, sample.peer), []).append(sample)
     references = {(s.batch, s.round): s for s in samples if s.peer == reference}
-    return [_row(group, references) for group in groups.values()]
+    truths = {(s.batch, s.round): s for s in samples if s.peer == (truth or reference)}
+    return [_row(group, references, truths) for group in groups.values()]
 
 
-def _row(group: Sequence[Sample], references: Mapping[tuple[int, int], Sample]) -> Row:
-    keys = [(s.batch, s.round) for s in group]
-    pairs = [(references[k], s) for k, s in zip(keys, group, strict=True) if k in references]
+def _row(group: Sequence[Sample], references: ByRound, truths: ByRound) -> Row:
+    pairs, compared = (
+        [(found[k], s) for s in group if (k := (s.batch, s.round)) in found]
+        for found in (references, truths)
+    )
     decode = [seconds for s in group if (seconds := decode_s(s)) is not None]
     sequences, new_tokens = len(group[0].token_ids), len(group[0].token_ids[0])
     return Row(
@@ -102,7 +111,7 @@ def _row(group: Sequence[Sample], references: Mapping[tuple[int, int], Sample]) 
         total_ratio=_ratio(pairs, total_s),
         decode_ratio=_ratio(pairs, decode_s),
         first_ratio=_ratio(pairs, first_s),
-        agreement=mean(_agreement(r, s) for r, s in pairs) if pairs else None,
+        agreement=mean(_agreement(r, s) for r, s in compared) if compared else None,
         idle_share=sum(s.idle_cpu_s for s in group) / sum(s.idle_s for s in group),
         disturbed=sum(is_disturbed([s]) for s in group),
     )

@@ -8,15 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers import environments
+from peers import environments, models
 from peers.client import Client, IllegalInstructionError
 from peers.environments import ROOT, PeerError
 from peers.machine import Machine
 from peers.measure import Plan
-from peers.specs import PEERS, REFERENCE, Environment, Peer
+from peers.specs import PEERS, REFERENCE, TORCH, Environment, Peer
 
-PACKAGE = ROOT / ".cache" / "packages" / "smollm2"
 LOAD_TIMEOUT_S = 120.0
+# Packages whose versions are told.
+_NAMED = ("openvino", "onnxruntime", "ctranslate2")
+_NAMED_OF_TORCH = ("torch", "transformers")  # the rest is there for conversions
 
 Say = Callable[[str], None]
 
@@ -39,7 +41,7 @@ def start_all(
     for peer in peers:
         try:
             environments.ensure(peer.environment, machine, say)
-            model = package(checkpoint, say) if peer.name == REFERENCE else checkpoint
+            model = models.ensure(peer.form, checkpoint, machine, say)
             client, answer = start(peer, model, plan, threads, machine, say)
         except PeerError as error:
             failures[peer.name] = str(error)
@@ -72,6 +74,15 @@ def start(
         say(f"{peer.name}: died of an illegal instruction; building it again without AMX")
         environments.ensure(environment, machine, say, without_amx=True)
         return _start(peer, model, plan, threads)
+
+
+def model_of(peer: Peer, machine: Machine, say: Say) -> Path:
+    """The checkpoint in the form that this peer reads.
+
+    Raises:
+        PeerError: it cannot be had or converted.
+    """
+    return models.ensure(peer.form, find_checkpoint(machine, say), machine, say)
 
 
 def _start(peer: Peer, model: Path, plan: Plan, threads: int) -> tuple[Client, dict[str, Any]]:
@@ -117,31 +128,11 @@ def find_checkpoint(machine: Machine, say: Say) -> Path:
     return next(Path(found).glob("*.gguf"))
 
 
-def package(checkpoint: Path, say: Say) -> Path:
-    """The checkpoint exported for headrace, by an earlier run or now.
-
-    Raises:
-        PeerError: the export failed.
-    """
-    if not (PACKAGE / "manifest.json").exists():
-        environment = PEERS[REFERENCE].environment
-        PACKAGE.parent.mkdir(parents=True, exist_ok=True)
-        environments.run_logged(
-            [
-                *(environments.python_of(environment), "-m", "headrace.exporters.cli"),
-                *(checkpoint, "-o", PACKAGE, "-q"),
-            ],
-            environments.log_of(environment),
-            "headrace: exporting the checkpoint",
-            say,
-        )
-    return PACKAGE
-
-
 def _versions(environment: Environment) -> dict[str, str]:
     names = ["onnxruntime", "headrace"] if environment.holds_headrace else []
     names += [pin.split("==")[0] for pin in filter(None, [environment.source])]
-    names += [pin.split("==")[0] for pin in environment.wheels if "openvino" in pin]
+    named = _NAMED_OF_TORCH if environment == TORCH else _NAMED
+    names += [pin.split("==")[0] for pin in environment.wheels if pin.startswith(named)]
     versions = json.loads(
         _output(
             environment,

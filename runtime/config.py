@@ -195,6 +195,9 @@ class EngineConfig:
         pipeline_depth: steps that may be under way at once, 1 to 12. From 2 on the text of a step
             is made and delivered while the next one runs.
         stages: run the graph in so many parts, one after the other, as it was exported.
+        micro_batches: with stages, split the rows of a step in up to so many parts that flow
+            through them, each stage on its share of the threads; 1 gives one stage after the other
+            all threads.
         isolated: run the model in a process of its own. If that crashes or is killed, it is started
             again and answers go on.
 
@@ -218,12 +221,15 @@ class EngineConfig:
     form: str | None = None
     pipeline_depth: int = 1
     stages: int = 1
+    micro_batches: int = 1
     isolated: bool = False
 
     _CHECKS: ClassVar[Mapping[str, Callable[[str, Any], Any]]]
 
     def __post_init__(self) -> None:
         _check_fields(self, self._CHECKS)
+        if self.micro_batches > 1 and self.stages == 1:
+            raise ConfigError("micro_batches", self.micro_batches, "1 without stages")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
@@ -342,6 +348,7 @@ EngineConfig._CHECKS = {
     "form": named,
     "pipeline_depth": integer(1, 12),
     "stages": integer(1, 1024),
+    "micro_batches": integer(1, 64),
     "isolated": flag,
 }
 

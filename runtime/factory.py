@@ -107,7 +107,15 @@ def _draft_backend(
         raise PackageError(
             f"{draft} cannot draft for {folder}: {reason}; use a smaller model of the same family"
         )
-    options = replace(config, draft_package=None, target=None, form=None, stages=1, num_threads=1)
+    options = replace(
+        config,
+        draft_package=None,
+        target=None,
+        form=None,
+        stages=1,
+        micro_batches=1,
+        num_threads=1,
+    )
     return _backend("cpu", draft, small, options)
 
 

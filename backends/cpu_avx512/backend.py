@@ -1,5 +1,8 @@
 """The CPU backend: one ONNX Runtime session a stage, slots of KV, packed steps.
 
+Calls of a step go through the stages one after the other (the specification) or, with
+`micro_batches`, on threads of the stages, so that one stage has a call while another has the next.
+
 On processors with AVX-512 VNNI or AMX the row-INT8 format runs on ONNX Runtime's integer GEMM; on
 others the same package runs on its other kernels (see `threads.choose_kernels`).
 """
@@ -8,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Capabilities, Probabilities, StepOutput
-from headrace.backends.cpu_avx512.calls import plan_calls
+from headrace.backends.cpu_avx512.calls import Part, plan_calls, split_calls
+from headrace.backends.cpu_avx512.joined import JoinedOutput
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.cpu_avx512.layout import (
     BoundStep,
@@ -27,6 +31,7 @@ from headrace.backends.cpu_avx512.layout import (
     shape_key,
     wants_probabilities,
 )
+from headrace.backends.cpu_avx512.stage_threads import StageThreads
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.backends.kv_ops import apply_kv_ops, kv_identity
 from headrace.backends.memory_budget import kv_budget_tokens, require_memory
@@ -72,6 +77,7 @@ class CpuBackend:
         self._folder, self._manifest = folder, manifest
         self._config, self._hardware = config, hardware
         self._stages: list[Stage] = []
+        self._stage_threads: StageThreads | None = None
         self._logits, self._probabilities = _NO_LOGITS, Probabilities.empty(0, 0)
         self._next_ticket = 0
         self._results: dict[int, StepOutput] = {}
@@ -86,9 +92,11 @@ class CpuBackend:
         if kernels.warning:
             logger.warning(kernels.warning)
         require_memory(target.weight_bytes, self._hardware)
+        parts = self._parts(graph)
+        together = len(parts) if self._config.micro_batches > 1 else 1
+        num_threads = max(1, threads.num_threads // together)
         self._stages = [
-            Stage(self._open(part, threads.num_threads, kernels.session_options))
-            for part in self._parts(graph)
+            Stage(self._open(part, num_threads, kernels.session_options)) for part in parts
         ]
         self._check_vocabulary(graph)
         outputs = self._stages[-1].outputs
@@ -115,7 +123,7 @@ class CpuBackend:
         # Pages come into being where they are written to.
         self._logits, self._probabilities = self._buffers(slots * _LOGITS_PER_SLOT)
         return Capabilities(
-            name=f"cpu ({kernels.name}, {threads.num_threads} threads)",
+            name=f"cpu ({kernels.name}, {num_threads * together} threads)",
             vocab_size=model.vocab_size,
             context_tokens=context,
             max_slots=slots,
@@ -139,6 +147,7 @@ class CpuBackend:
         return self._results.pop(ticket)
 
     def close(self) -> None:
+        self._end_stage_threads()
         self._bound.clear()
         self._results.clear()
         self._stages = []
@@ -155,29 +164,49 @@ class CpuBackend:
         if not self._stages:
             raise BackendError("the backend is not loaded or was closed")
         calls = plan_calls(rows, ragged=self._ragged, num_heads=self._manifest.model.num_heads)
+        calls = split_calls(calls, self._config.micro_batches)
         if len(calls) == 1:
             return self._run_call([part.row for part in calls[0]])
-        num_logits = sum(row.num_logits for row in rows)
-        logits, room = self._buffers(num_logits)
-        entropy = np.empty(num_logits, np.float32)
-        probabilities = room if self._is_sampled(rows) else None
-        hidden = np.empty((num_logits, self._hidden_size), np.float32)
+        logits, probabilities = self._buffers(sum(row.num_logits for row in rows))
+        sampled = self._is_sampled(rows)
+        joined = JoinedOutput(logits, probabilities if sampled else None, self._hidden_size)
+        if self._config.micro_batches > 1:
+            return self._run_side_by_side(calls, joined)
         model_ms = 0.0
         for call in calls:
-            out = self._run_call([part.row for part in call])
-            model_ms += out.model_ms
-            done = 0
-            for part in call:
-                here = slice(part.first_logit, part.first_logit + part.row.num_logits)
-                there = slice(done, done + part.row.num_logits)
-                logits[here], entropy[here] = out.logits[there], out.entropy_nats[there]
-                if probabilities is not None and out.probabilities is not None:
-                    probabilities.assign(here, out.probabilities.rows(there))
-                if out.hidden is not None:
-                    hidden[here] = out.hidden[there]
-                done = there.stop
-        states = hidden if self._hidden_size else None
-        return StepOutput(logits, entropy, model_ms, probabilities, (), states)
+            output = self._run_call([part.row for part in call])
+            joined.take(call, output)
+            model_ms += output.model_ms
+        return joined.whole(model_ms)
+
+    def _run_side_by_side(
+        self, calls: Sequence[Sequence[Part]], joined: JoinedOutput
+    ) -> StepOutput:
+        """As one call after the other, on the threads of the stages."""
+        threads = self._stage_threads = self._stage_threads or StageThreads(len(self._stages))
+        under_way: deque[BoundStep] = deque()
+        start = time.perf_counter()
+        try:
+            for call in calls:
+                rows = [part.row for part in call]
+                step = self._bound_step(rows)
+                while step in under_way or len(under_way) == threads.max_calls:
+                    threads.pop()
+                    under_way.popleft()
+                step.write(rows)
+                threads.push(_StagedCall(step, call, joined))
+                under_way.append(step)
+            for _ in under_way:
+                threads.pop()
+        except BaseException:
+            self._end_stage_threads()  # others begin anew with the next step
+            raise
+        return joined.whole((time.perf_counter() - start) * 1e3)
+
+    def _end_stage_threads(self) -> None:
+        threads, self._stage_threads = self._stage_threads, None
+        if threads is not None:
+            threads.close()
 
     def _run_call(self, rows: Sequence[Row]) -> StepOutput:
         step = self._bound_step(rows)
@@ -185,11 +214,7 @@ class CpuBackend:
         start = time.perf_counter()
         with map_ort_errors("running a step"):
             step.run()
-        model_ms = (time.perf_counter() - start) * 1e3
-        n = step.num_logits
-        probabilities = None if step.probabilities is None else step.probabilities.rows(slice(n))
-        hidden = None if step.hidden is None else step.hidden[:n]
-        return StepOutput(step.logits[:n], step.entropy[:n], model_ms, probabilities, (), hidden)
+        return step.output((time.perf_counter() - start) * 1e3)
 
     def _is_sampled(self, rows: Sequence[Row]) -> bool:
         """Whether probabilities are wanted, and the graph has them."""
@@ -256,6 +281,22 @@ class CpuBackend:
                 f"{self._folder / graph.file} does not give logits of the {vocab_size} tokens that "
                 "the manifest counts; export the package again"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedCall:
+    """A call on its way through the stages. The last one copies what came of it, before its next
+    call writes to the same buffers."""
+
+    step: BoundStep
+    parts: Sequence[Part]
+    joined: JoinedOutput
+
+    def run_stage(self, number: int) -> None:
+        with map_ort_errors(f"running stage {number}"):
+            self.step.run_stage(number)
+        if number == self.step.num_stages - 1:
+            self.joined.take(self.parts, self.step.output(0.0))
 
 
 def _version_key(text: str) -> tuple[int, int]:

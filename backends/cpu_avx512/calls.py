@@ -12,6 +12,7 @@ cut to bound that memory. Rows and pieces do not change each other's results.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,16 @@ def plan_calls(rows: Sequence[Row], *, ragged: bool, num_heads: int) -> list[lis
     if not ragged:
         return [*_neighbours(short), *([part] for part in long)]
     return [*([short] if short else []), *_rectangles(long)]
+
+
+def split_calls(calls: Sequence[list[Part]], count: int) -> list[list[Part]]:
+    """Each call as up to `count` ones of neighbouring rows, about as many in each."""
+    split = []
+    for call in calls:
+        bounds = [len(call) * n // count for n in range(count + 1)]
+        pairs = itertools.pairwise(bounds)
+        split += [call[start:stop] for start, stop in pairs if start < stop]
+    return split
 
 
 def _pieces(row: Row, first_logit: int, num_heads: int) -> Iterator[Part]:

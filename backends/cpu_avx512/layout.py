@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Probabilities
+from headrace.backends.base import Probabilities, StepOutput
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.runtime import manifest as io
@@ -115,6 +115,7 @@ class BoundStep:
             probabilities_buffer: where they go, if the step is to compute them.
         """
         indices = step_indices(key)
+        self.num_stages = len(stages)
         self.num_logits = len(indices.logits_index)
         # A chunk in the middle of a prompt needs no logits; the graph computes one row anyway.
         logits_index = indices.logits_index if self.num_logits else np.zeros(1, np.int64)
@@ -161,8 +162,19 @@ class BoundStep:
 
     def run(self) -> None:
         """One stage after the other."""
-        for run, binding in self._runs:
-            run(binding)
+        for number in range(self.num_stages):
+            self.run_stage(number)
+
+    def run_stage(self, number: int) -> None:
+        run, binding = self._runs[number]
+        run(binding)
+
+    def output(self, model_ms: float) -> StepOutput:
+        """Of what was run; valid until a step of the same buffers runs its last stage."""
+        n = self.num_logits
+        probabilities = None if self.probabilities is None else self.probabilities.rows(slice(n))
+        hidden = None if self.hidden is None else self.hidden[:n]
+        return StepOutput(self.logits[:n], self.entropy[:n], model_ms, probabilities, (), hidden)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Token ids and lengths of this step; the rows have the shape this was made for."""

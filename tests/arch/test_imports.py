@@ -17,6 +17,7 @@ LEAVES = (
     "grammar.spec",
     "manifest",
     "rank_info",
+    "ring",
     "encoder.manifest",
     "machine",
     "child",

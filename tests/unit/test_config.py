@@ -58,6 +58,7 @@ BAD_ENGINE: dict[str, list[Any]] = {
     "form": ["", 3],
     "isolated": [None, 1, "yes"],
     "stages": [0, -1, 2.0, "2", None],
+    "micro_batches": [0, 65, 2.0, None],
     "pipeline_depth": [0, 13, 1.5, "2", None],
 }
 GOOD_GENERATION: list[dict[str, Any]] = [

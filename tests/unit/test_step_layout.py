@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.backends.cpu_avx512.calls import MAX_SCORE_BYTES, plan_calls
+from headrace.backends.cpu_avx512.calls import MAX_SCORE_BYTES, plan_calls, split_calls
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.cpu_avx512.layout import ShapeKey, shape_key, step_indices
 from headrace.runtime.core import Row
@@ -145,3 +147,16 @@ def test_copy_and_release_touch_only_their_slot() -> None:
 def test_address_space_that_the_system_refuses_is_a_clear_error() -> None:
     with pytest.raises(InsufficientMemoryError, match="max_sequences"):
         storage(num_layers=1 << 20, num_slots=1 << 20)
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=4), count=st.integers(1, 6))
+def test_split_calls_hold_the_same_rows(sizes: list[int], count: int) -> None:
+    rows = [Row(slot, slot, 0, (1,), 1) for slot in range(sum(sizes))]
+    parts = [part for row in rows for part in plan_calls([row], ragged=True, num_heads=1)[0]]
+    starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    calls = [parts[a:b] for a, b in itertools.pairwise(starts)]
+    split = split_calls(calls, count)
+    assert [part for call in split for part in call] == parts
+    assert len(split) == sum(min(size, count) for size in sizes)
+    largest = [max(len(c) for c in split_calls([call], count)) for call in calls]
+    assert largest == [-(-size // count) for size in sizes]

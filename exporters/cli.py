@@ -20,6 +20,7 @@ from headrace.exporters.options import (
     DEFAULT_QAT_STEPS,
     DEFAULT_THRESHOLD_NATS,
     KV_CACHES,
+    PRESETS,
     ExportOptions,
 )
 from headrace.exporters.package import ExportResult, Progress, export_package
@@ -72,10 +73,11 @@ def _export(args: argparse.Namespace, progress: Progress | None) -> str:
 def _options(args: argparse.Namespace) -> ExportOptions:
     """Raises ConfigError: a rule is none, or the calibration text cannot be used."""
     text = args.calibration_text
+    preset = PRESETS.get(args.preset, {})
     return ExportOptions(
         targets=tuple(args.target.split(",")),
-        precision=args.precision,
-        kv_cache=args.kv_cache,
+        precision=args.precision or preset.get("precision", DEFAULT_PRECISION),
+        kv_cache=args.kv_cache or preset.get("kv_cache", "auto"),
         forms=tuple(args.form.split(",")),
         stages=args.stages,
         rules=[parse_rule(rule) for rule in args.rule],
@@ -116,11 +118,17 @@ def _parser() -> argparse.ArgumentParser:
         help="what the package is for, such as cpu,cuda_fp16 (default: %(default)s)",
     )
     parser.add_argument(
-        "-p", "--precision", default=DEFAULT_PRECISION, choices=PRECISIONS, metavar="NAME"
+        "--preset", choices=PRESETS, help="low-memory: INT4 weights and an INT8 cache"
+    )
+    parser.add_argument(
+        "-p",
+        "--precision",
+        choices=PRECISIONS,
+        metavar="NAME",
+        help=f"default: {DEFAULT_PRECISION}",
     )
     parser.add_argument(
         "--kv-cache",
-        default="auto",
         choices=KV_CACHES,
         help="auto: int8 if it costs little enough (default)",
     )

@@ -17,6 +17,8 @@ DEFAULT_FORMS = ("ragged", "uniform")
 KV_CACHES = ("auto", "int8", "int4", "fp32")
 DEFAULT_THRESHOLD_NATS = 0.01  # of `auto`
 DEFAULT_QAT_STEPS = 200
+# By the names of the engine's presets; the others take packages as they are.
+PRESETS = {"low-memory": {"precision": "int4", "kv_cache": "int8"}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

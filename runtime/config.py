@@ -168,6 +168,22 @@ class GenerationConfig:
         return GenerationConfig.from_dict, (self.to_dict(),)
 
 
+# What an engine is for, as fields of `EngineConfig`.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # One or a few people wait: guess ahead, and make text while the model runs.
+    "latency": {"max_draft_tokens": 8, "pipeline_depth": 2},
+    # Many answers and nobody waits for the next word: rows go to sequences, none to guesses.
+    "throughput": {"max_sequences": 64, "max_draft_tokens": 0, "inter_token_bound_ms": 1000.0},
+    # Beside `runtime-export --preset low-memory`: few slots, nothing kept, small prompt chunks.
+    "low-memory": {
+        "max_sequences": 4,
+        "max_chunk_tokens": 64,
+        "prefix_cache_bytes": 0,
+        "draft_pool_tokens": 4096,
+    },
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine uses the machine. None leaves the choice to the engine.
@@ -239,6 +255,20 @@ class EngineConfig:
             ConfigError: a value is wrong or a key is unknown; names the likely intended key.
         """
         return _from_dict(cls, values)
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> EngineConfig:
+        """A set of options by what it is for: "latency", "throughput" or "low-memory".
+
+        Args:
+            options: fields, over those of the preset.
+
+        Raises:
+            ConfigError: there is no such preset, or an option is wrong.
+        """
+        if name not in PRESETS:
+            raise ConfigError("preset", name, f"one of {', '.join(PRESETS)}")
+        return cls.from_dict({**PRESETS[name], **options})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` takes."""

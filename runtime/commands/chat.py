@@ -39,7 +39,7 @@ def chat(
         print(HELP, file=sys.stderr)
     with (
         line_editor(history_file()),
-        Runtime.load(package, args.device, max_sequences=1, **engine_options) as runtime,
+        Runtime.load(package, args.device, **{**engine_options, "max_sequences": 1}) as runtime,
     ):
         conversation = Conversation(runtime, args.system, with_limit(runtime, sampling_options))
         while True:

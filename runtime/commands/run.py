@@ -33,7 +33,9 @@ def run(
     prompt = read_prompt(args.prompt)
     model = find_model(args.model)
     raw = uses_raw_text(args, model.package)
-    with Runtime.load(model.package, args.device, max_sequences=1, **engine_options) as runtime:
+    with Runtime.load(
+        model.package, args.device, **{**engine_options, "max_sequences": 1}
+    ) as runtime:
         options = with_limit(runtime, sampling_options)
         start = time.perf_counter()
         deltas = (

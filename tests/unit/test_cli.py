@@ -18,6 +18,7 @@ import pytest
 from headrace.runtime import Runtime, cli
 from headrace.runtime.commands import chat
 from headrace.runtime.completion import TokenDelta
+from headrace.runtime.config import PRESETS
 
 GREEDY = ["--max-new-tokens", "8", "--temperature", "0"]
 
@@ -101,6 +102,17 @@ def test_sampling_options_reach_the_request(
     )
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_answer_alike(
+    package: Path, capsys: pytest.CaptureFixture[str], preset: str
+) -> None:
+    answer = ["run", str(package), "hello", "--raw", "--max-new-tokens", "8"]
+    assert cli.main(answer) == 0
+    plain = capsys.readouterr().out
+    assert cli.main([*answer, "--preset", preset, "--max-draft-tokens", "2"]) == 0
+    assert capsys.readouterr().out == plain
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -112,6 +124,10 @@ def test_sampling_options_reach_the_request(
         (["--threads", "0"], "num_threads=0"),
         (["--device", "gpu"], "device='gpu'"),
         (["--target", "nothing"], "target='nothing'"),
+        (["--preset", "fast"], "preset='fast'"),
+        (["--preset", "latency", "--pipeline-depth", "13"], "pipeline_depth=13"),
+        (["--stages", "2"], "stages=2"),
+        (["--micro-batches", "2"], "micro_batches=2"),
         (["--raw", "--system", "Be brief."], "--system"),
         (["--input", "lines.jsonl", "--output", "answers.jsonl"], "PROMPT='hello'"),
         (["--output", "answers.jsonl"], "--input FILE and --output FILE together"),

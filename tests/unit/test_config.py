@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runtime.config import EngineConfig, GenerationConfig
+from headrace.runtime.config import PRESETS, EngineConfig, GenerationConfig
 from headrace.runtime.errors import ConfigError, PackageError
 from headrace.runtime.grammar.spec import Grammar
 
@@ -231,3 +231,21 @@ def test_any_data_makes_a_config_or_a_config_error(values: dict[str, Any]) -> No
         assert GenerationConfig.from_dict(config.to_dict()) == config
         floats = [v for v in config.to_dict().values() if isinstance(v, float)]
         assert all(map(math.isfinite, floats))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_options(name: str) -> None:
+    config = EngineConfig.preset(name, context_tokens=100)
+    assert config.context_tokens == 100
+    assert config.to_dict() == EngineConfig(context_tokens=100).to_dict() | dict(PRESETS[name])
+    (option, value), *_ = PRESETS[name].items()
+    assert getattr(EngineConfig.preset(name, **{option: value + 1}), option) == value + 1
+
+
+def test_presets_are_for_what_they_say() -> None:
+    latency, throughput, small = (EngineConfig.preset(name) for name in PRESETS)
+    assert latency.max_draft_tokens and latency.pipeline_depth > 1
+    assert throughput.max_draft_tokens == 0
+    assert small.max_sequences < EngineConfig().max_sequences < throughput.max_sequences
+    with pytest.raises(ConfigError, match=r"preset='fast'.*latency, throughput, low-memory"):
+        EngineConfig.preset("fast")

@@ -31,7 +31,7 @@ Segments = list[tuple[str, bool]]
 Positions = Callable[[str], Iterator[int]]
 T = TypeVar("T")
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Planes 15 and 16, without the two noncharacters at the end of each.
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 # Keys whose values templates compare with names of the API. A value that is no name is covered.
@@ -185,7 +185,7 @@ class _Veil:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+    return isinstance(value, str) and ROLE.fullmatch(value) is not None
 
 
 def _every_visible(text: str) -> Iterator[int]:

@@ -321,6 +321,10 @@ class Sampler:
 
     def _no_peak(self, peak: float) -> Exception:
         """What is wrong with logits whose largest is not a finite number."""
+        if peak == math.inf and (self._penalties is not None or self._bias_ids.size):
+            return RequestError(
+                "penalties and logit_bias make logits infinite; use less extreme values"
+            )
         if peak != -math.inf:
             kind = "NaN" if math.isnan(peak) else "infinite"
             return BackendError(f"the model produced {kind} logits; the package may be damaged")

@@ -7,6 +7,7 @@
     schema.py     what requests may say              reply.py      what answers look like
     stream.py     events to a client that may leave  guard.py      who is let in
     problems.py   errors to statuses                 listen.py     sockets, signals, draining
+    describe.py   the description of it all          answers.py    what that says of answers
 
 Only the command imports this package, which needs the extra [server].
 """

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from headrace.runtime.server.describe import with_description
 from headrace.runtime.server.guard import Guard
 from headrace.runtime.server.models import Models
 from headrace.runtime.server.options import ServerOptions
@@ -32,15 +33,16 @@ _CLIENT_GONE = 499  # for the metrics; nginx calls it so
 def make_app(models: Models, options: ServerOptions) -> Starlette:
     """The ASGI application. It neither loads the models nor closes them."""
     service = Service(models, options)
-    known = endpoints(service)
-    routes = [Route(e.path, _answering(e, options), methods=[e.method]) for e in known]
     page = page_routes()
+    open_paths = ["/health", *(route.path for route in page)]
+    known = with_description(endpoints(service), options, open_paths)
+    routes = [Route(e.path, _answering(e, options), methods=[e.method]) for e in known]
     guard = Middleware(
         Guard,
         options=options,
         metrics=service.metrics,
         paths=[route.path for route in [*routes, *page]],
-        open_paths=["/health", *(route.path for route in page)],
+        open_paths=open_paths,
     )
     cors = Middleware(
         CORSMiddleware,

@@ -1,18 +1,47 @@
 """What requests may say. Unknown keys are refused; those of OpenAI's API that change nothing here
 (`user`, `metadata` and their like) are accepted.
 
-Ranges are those of `GenerationConfig`, checked where it is made. Limits on counts are here: they
-bound what a request costs before it is queued.
+Ranges are those of `GenerationConfig`, checked where it is made and only told here (`_told`), for
+the description of the API; a test holds the two together. Limits on counts are here: they bound
+what a request costs before it is queued.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.config import JsonDict
+
+from headrace.runtime.chat.template import ROLE
+from headrace.runtime.config import MAX_LOGPROBS
 
 MAX_CHOICES = 128  # answers to one request
-_Stop = Annotated[str, Field(max_length=128)]
+
+
+def _told(**keywords: Any) -> Any:
+    """Keywords of JSON Schema for what is checked elsewhere."""
+    return Field(json_schema_extra=keywords)
+
+
+def _no_number(value: Any) -> Any:
+    """0 equals False, but is none: nothing that could be taken for one."""
+    return value if isinstance(value, bool) else None
+
+
+_Stop = Annotated[str, Field(max_length=128), _told(minLength=1)]
+_Share = Annotated[float, _told(minimum=0, maximum=1)]
+_Penalty = Annotated[float, _told(minimum=-2, maximum=2)]
+_AboveZero = Annotated[float, _told(exclusiveMinimum=0)]
+_FromZero = Annotated[float, _told(minimum=0)]
+_Tokens = Annotated[int, _told(minimum=1)]
+_TokenId = Annotated[int, _told(minimum=0)]
+_Alternatives = Annotated[int, _told(minimum=0, maximum=MAX_LOGPROBS)]
+_Biases = Annotated[
+    dict[str, float], Field(max_length=1024), _told(propertyNames={"pattern": "^[0-9]{1,9}$"})
+]
+_Text = Annotated[str, _told(minLength=1)]
+_Ids = Annotated[list[_TokenId], _told(minItems=1)]
 
 
 class Body(BaseModel):
@@ -45,29 +74,39 @@ class Asked(Body):
     service_tier: str | None = None
 
 
+def _tell_alias(schema: JsonDict) -> None:
+    """The other name of a key, which the description of a model leaves out."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    properties["repeat_penalty"] = properties["repetition_penalty"]
+    schema["not"] = {"required": ["repeat_penalty", "repetition_penalty"]}
+
+
 class Sampling(Asked):
     """How answers are decoded; None is the model's own default."""
 
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    model_config = ConfigDict(json_schema_extra=_tell_alias)
+
+    max_tokens: _Tokens | None = None
+    temperature: _FromZero | None = None
+    top_p: _Share | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: _Biases | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     # Not OpenAI's.
     headrace: Extension = Extension()
     # What other local servers take.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = Field(
+    top_k: Annotated[int, _told(minimum=-1)] | None = None
+    min_p: _Share | None = None
+    repetition_penalty: _AboveZero | None = Field(
         None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
-    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
 
 
@@ -98,7 +137,7 @@ class ToolCallMessage(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    role: str
+    role: Annotated[str, _told(pattern=f"^{ROLE.pattern}$")]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
@@ -142,9 +181,9 @@ class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _Alternatives | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -162,14 +201,14 @@ class CompletionBody(Sampling):
     """`POST /v1/completions`. `logprobs` is how many alternatives to report."""
 
     prompt: (
-        str
-        | list[int]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_CHOICES)]
+        _Text
+        | _Ids
+        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_CHOICES)]
     )
-    logprobs: int | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    logprobs: _Alternatives | None = None
+    echo: Annotated[Literal[False], BeforeValidator(_no_number)] | None = None
+    best_of: int | None = Field(None, ge=1, le=1)
     suffix: None = None
 
 
@@ -204,9 +243,9 @@ class ResponsesBody(Asked):
 
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: _Tokens | None = None
+    temperature: _FromZero | None = None
+    top_p: _Share | None = None
     text: TextOptions | None = None
     stream: bool | None = False
     store: bool | None = None
@@ -232,4 +271,4 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[_TokenId]

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 from engine_samples import make_runtime
+from hypothesis import strategies as st
 
 from headrace.backends.fake import FakeBackend
 from headrace.runtime.api import Runtime
@@ -20,6 +21,21 @@ from headrace.runtime.server.models import Loader, Models
 from headrace.runtime.server.options import ServerOptions
 
 WAIT_S = 60.0  # for what must happen; no test passes or fails by how long it takes
+
+
+# Values that are as good as any.
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["fake", "auto", "user", "text", "json_object", "a"]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
 
 
 class Serving:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from server_samples import WAIT_S, Serving, assert_error, fake_model, serving
+from server_samples import JSON, WAIT_S, Serving, assert_error, fake_model, serving
 
 from headrace.backends.fake import FakeBackend
 from headrace.runtime.server import schema
@@ -18,19 +18,6 @@ from headrace.runtime.server import schema
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 PATHS = (CHAT, COMPLETE, "/v1/embeddings", "/tokenize", "/detokenize")
 QUESTION = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats()
-    | st.text(max_size=20)
-    | st.sampled_from(["fake", "auto", "user", "text", "json_object", "a"]),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
 
 
 def fields(kind: type[schema.Body]) -> st.SearchStrategy[dict[str, Any]]:
@@ -119,6 +106,8 @@ def test_message_fields(server: Serving, message: dict[str, Any], part: dict[str
         (COMPLETE, {"prompt": ["a"] * 100, "n": 2}, "n", "128"),
         (COMPLETE, {"prompt": "a", "echo": True}, "echo", "False"),
         (COMPLETE, {"prompt": "a", "suffix": "b"}, "suffix", "null"),
+        (COMPLETE, {"prompt": "a", "repetition_penalty": 5e-324}, None, "infinite"),
+        (COMPLETE, {"prompt": "a", "logit_bias": {"1": 1e300}}, None, "infinite"),
         (COMPLETE, {"prompt": "a", "logprobs": 21}, "top_logprobs", "from 0 to 20"),
         (COMPLETE, {"prompt": "a", "logit_bias": {"-1": 2}}, "logit_bias", "token id"),
         ("/v1/embeddings", {"input": "a"}, "model", "can make embeddings"),

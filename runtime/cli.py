@@ -206,6 +206,13 @@ def _add_plan(commands: Any) -> None:
         help="such as 4xA100-80GB, sharing the model; this machine's memory unless given",
     )
     parser.add_argument("--context-tokens", type=_count, metavar="N", help="of a sequence")
+    parser.add_argument(
+        "--sequences",
+        type=_count,
+        default=4,
+        metavar="N",
+        help="decoded together where ways to run MODEL are tried (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(command=_plan)
 
@@ -292,7 +299,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from headrace.runtime.commands import plan
 
-    return plan.plan(args)
+    return plan.plan(args, _note_progress)
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ def measure(
         decoded = []
         for batch in batches:
             progress(f"measuring {batch} sequences")
-            runs = [_decode(runtime, rng, batch, prompt_tokens, new_tokens) for _ in range(repeats)]
+            runs = [decode(runtime, rng, batch, prompt_tokens, new_tokens) for _ in range(repeats)]
             decoded.append({"batch": batch, **{k: median(r[k] for r in runs) for k in runs[0]}})
         name = runtime.capabilities.name
     progress("")
@@ -148,7 +148,7 @@ def _prefill_tok_s(runtime: Runtime, rng: random.Random, prompt_tokens: int) -> 
     return prompt_tokens / (time.perf_counter() - start)
 
 
-def _decode(
+def decode(
     runtime: Runtime, rng: random.Random, batch: int, prompt_tokens: int, new_tokens: int
 ) -> dict[str, float]:
     """Decode `batch` sequences together and time at least `new_tokens` - 1 steps of all of them.

@@ -1,12 +1,15 @@
-"""`headrace plan`: what fits where, before anything is downloaded, exported or loaded."""
+"""`headrace plan`: what fits where, before anything is downloaded, exported or loaded; of a package
+also how this machine runs it best."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
+from collections.abc import Callable
 
 from headrace.runtime.commands.models import find_model
+from headrace.runtime.commands.plan_package import plan_package, render
 from headrace.runtime.errors import ConfigError
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.manifest import read_manifest
@@ -23,8 +26,8 @@ from headrace.runtime.planning.shapes import ModelShape, shape_of_package
 _CONTEXT_TOKENS = 2048
 
 
-def plan(args: argparse.Namespace) -> int:
-    """A model on devices, or what this machine can run.
+def plan(args: argparse.Namespace, note_progress: Callable[[str], None]) -> int:
+    """A model on devices, or what this machine can run, and how.
 
     Raises:
         ConfigError: an unknown model or device, or a number of devices that cannot share the model.
@@ -39,6 +42,10 @@ def plan(args: argparse.Namespace) -> int:
         free_bytes = probe_hardware().available_memory_bytes
         found = plan_machine(shapes, free_bytes, context or _CONTEXT_TOKENS)
         text = render_machine(found)
+        if args.package is not None:
+            ways = plan_package(find_model(args.package).package, args.sequences, note_progress)
+            found["ways"] = ways
+            text += "\n\n" + render(ways)
     elif len(shapes) == 1:
         count, device = parse_devices(args.devices)
         found = plan_model(shapes[0], device, count, context)

@@ -94,3 +94,10 @@ def test_turns_are_taken() -> None:
     assert order == list("ababab")
     assert values == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
     assert common.pair_ratio(values, "a", "b") == pytest.approx((3 / 4 + 5 / 6) / 2)
+
+
+def test_plan(tiny_package: PackageMaker) -> None:
+    small = ["--sequences", "2", "--steps", "3", "--rounds", "1"]
+    found = bench("plan", f"tiny={tiny_package('fp32')}", *small)["packages"]["tiny"]
+    assert 0 < found["share_of_best"] <= 1
+    assert any(found["chosen"].items() <= way.items() for way in found["ways"])

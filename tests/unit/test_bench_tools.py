@@ -14,6 +14,8 @@ import common
 import pytest
 from dev import ROOT
 
+from headrace.runtime.manifest import read_manifest
+
 PackageMaker = Callable[..., Path]
 
 
@@ -38,6 +40,17 @@ def test_compare(tiny_package: PackageMaker) -> None:
     for case in cases:
         assert min(case["tok_s"].values()) > 0
         assert case["ratios"]["a/b"] > 0
+
+
+def test_limit(tiny_package: PackageMaker) -> None:
+    package = tiny_package("fp32")
+    cases = bench("limit", str(package), "--contexts", "8,40", "--rounds", "2")["cases"]
+    weights, cache = ((target := read_manifest(package).targets[0]).weight_bytes, target.kv_cache)
+    looked_up = sum(t.bytes for t in target.tensors if "embed_tokens" in t.name)
+    has_head = any(t.name.startswith("lm_head") for t in target.tensors)
+    read = weights - (looked_up if has_head else 0)
+    assert [c["bytes"] - read for c in cases] == [n * cache.bytes_per_token for n in (8, 40)]
+    assert all(c["share"] > 0 and c["limit_ms"] > 0 for c in cases)
 
 
 def test_host_share(tiny_package: PackageMaker) -> None:

@@ -173,7 +173,7 @@ class Serial:
         lookup = int(options.get("lookup_tokens", 0))
         self.llama = llama_cpp.Llama(
             str(model),
-            n_ctx=context_tokens,
+            n_ctx=context_tokens + lookup + 1,  # drafts may pass the end
             n_threads=threads,
             n_threads_batch=threads,
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,

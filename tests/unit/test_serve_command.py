@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,11 +28,13 @@ def package(tiny_package: Callable[..., Path]) -> Path:
 
 
 @contextmanager
-def started(*args: str, key: str | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    *args: str, key: str | None = None, command: Sequence[str] = COMMAND
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, once it is ready, and its address."""
     environment = {**os.environ, **({"HEADRACE_API_KEY": key} if key else {})}
     process = subprocess.Popen(
-        [*COMMAND, *args, "--port", "0"], stderr=subprocess.PIPE, text=True, env=environment
+        [*command, *args, "--port", "0"], stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
         assert process.stderr is not None
@@ -132,3 +135,16 @@ def test_without_the_extra(
 ) -> None:
     monkeypatch.setattr("headrace.runtime.commands.serve._NEEDED", ("no_such_module",))
     assert 'pip install "headrace[server]"' in complaint(capsys, 2, str(package))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot limit processors here")
+def test_one_processor(package: Path) -> None:
+    """Threads follow the limit, in what is said and in what is served."""
+    limit = "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    run = f"{limit}; from headrace.runtime import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", run]
+    told = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True)
+    assert json.loads(told.stdout)["threads"]["num_threads"] == 1
+    with started(str(package), command=[*command, "serve"]) as (_, url):
+        answer = httpx2.post(f"{url}/v1/completions", json={"prompt": "ab", "max_tokens": 3})
+        assert answer.json()["usage"]["completion_tokens"] == 3

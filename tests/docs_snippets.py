@@ -1,6 +1,7 @@
-"""Python code in the documentation, to be run as it is shown.
+"""Python code and commands in the documentation, to be run as they are shown.
 
     for code in python_blocks(page): run(code)      # or run_page(page, folder)
+    for words in commands(page): ...
 
 Blocks of a page are run one after the other with the same names, as a reader would.
 """
@@ -8,12 +9,15 @@ Blocks of a page are run one after the other with the same names, as a reader wo
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from types import CodeType
 
 import pytest
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_INLINE = re.compile(r"`((?:headrace|runtime-export) [^`]+)`")
 
 
 def python_blocks(page: Path) -> list[CodeType]:
@@ -35,3 +39,21 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     for block in blocks:
         exec(block, names)
     return names
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of each line of the page's blocks of commands, without comments."""
+    blocks = _COMMANDS.findall(page.read_text(encoding="utf-8"))
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def mentions(page: Path) -> list[tuple[str, str]]:
+    """Commands named in passing; one that a row of a table is about with the row's other code."""
+    found = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        for command in _INLINE.findall(line):
+            is_about = line.startswith(f"| `{command.split()[0]} ")
+            others = re.findall(r"`([^`]+)`", line) if is_about else [command]
+            found.append((command, " ".join(others)))
+    return found

@@ -207,3 +207,18 @@ def test_importing_it_does_not_load(module: str, absent: tuple[str, ...]) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_what_folders_of_tests_share_lies_above_them() -> None:
+    """Else it is found only after the tests of its own folder, or when all of them are run."""
+    homes: dict[str, set[str]] = {}
+    for source in sources("tests"):
+        homes.setdefault(source.path.stem, set()).add(source.path.parent.name)
+    for source in sources("tests"):
+        folder = source.path.parent.name
+        for line, name in imports(source.tree):
+            found = homes.get(name.split(".")[0])
+            assert found is None or {folder, "tests"} & found, (
+                f"{source.name}:{line} imports {name} of {', '.join(sorted(found))}: "
+                "move it to tests/"
+            )

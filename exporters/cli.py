@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from headrace.exporters.options import (
 )
 from headrace.exporters.package import ExportResult, Progress, export_package
 from headrace.exporters.precision import DEFAULT_PRECISION, PRECISIONS, parse_rule
+from headrace.exporters.stop_signals import stopping_when_asked
 from headrace.runtime.errors import ConfigError, HeadraceError
 from headrace.runtime.text_files import read_text
 
@@ -41,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(words)
         args.run = _export
     try:
-        with _cleaning_up_when_terminated(), _progress_bar(args.quiet) as progress:
+        with (
+            stopping_when_asked() as raise_asked,
+            _progress_bar(args.quiet, raise_asked) as progress,
+        ):
             summary: str = args.run(args, progress)
     except ConfigError as error:
         return _complain(error, 2)
@@ -191,26 +193,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _cleaning_up_when_terminated() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that no temporary folder stays."""
-
-    def end(*_: object) -> None:
-        raise SystemExit(143)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _progress_bar(quiet: bool) -> Iterator[Progress | None]:
+def _progress_bar(quiet: bool, raise_asked: Callable[[], None]) -> Iterator[Progress]:
     if quiet:
-        yield None
+        yield lambda *_: raise_asked()
         return
     from rich.console import Console
     from rich.progress import Progress as RichProgress
@@ -220,6 +205,7 @@ def _progress_bar(quiet: bool) -> Iterator[Progress | None]:
     tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
+        raise_asked()
         bar.start()  # not before: a failure at once is one line
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=total)

@@ -376,6 +376,24 @@ def test_a_terminated_export_cleans_up(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_an_interrupt_amid_a_destructor_is_heard(
+    source: Path,
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    quiet: list[str],
+) -> None:
+    class Destroyed:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(package, "check_graph", lambda *_: Destroyed() and None)
+    assert "nothing was written" in refused(capsys, source, output, *FAST, *quiet, code=130)
+    assert not output.parent.exists()
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), KeyboardInterrupt()])
 def test_the_old_package_comes_back_if_the_new_one_cannot_take_its_place(
     exported: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

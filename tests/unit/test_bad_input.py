@@ -363,37 +363,6 @@ def test_an_export_that_ends_early_leaves_things_as_they_were(
     assert not output.parent.exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without telling it")
-def test_a_terminated_export_cleans_up(
-    source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(package, "check_graph", lambda *_: signal.raise_signal(signal.SIGTERM))
-    handler = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as end:
-        export_cli.main([str(source), "-o", str(output), *FAST])
-    assert end.value.code == 143
-    assert not output.parent.exists()
-    assert signal.getsignal(signal.SIGTERM) is handler
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
-def test_an_interrupt_amid_a_destructor_is_heard(
-    source: Path,
-    output: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    quiet: list[str],
-) -> None:
-    class Destroyed:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(package, "check_graph", lambda *_: Destroyed() and None)
-    assert "nothing was written" in refused(capsys, source, output, *FAST, *quiet, code=130)
-    assert not output.parent.exists()
-
-
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), KeyboardInterrupt()])
 def test_the_old_package_comes_back_if_the_new_one_cannot_take_its_place(
     exported: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

@@ -14,8 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from headrace.runtime.machine.memory import trim_heap
 from headrace.runtime.server.describe import with_description
 from headrace.runtime.server.guard import Guard
+from headrace.runtime.server.idle import WhenIdle
 from headrace.runtime.server.models import Models
 from headrace.runtime.server.options import ServerOptions
 from headrace.runtime.server.page import page_routes
@@ -27,6 +29,7 @@ from headrace.runtime.server.stream import ClientGoneError
 
 BodyT = TypeVar("BodyT", bound=Body)
 
+_IDLE_S = 2.0  # a burst of requests leaves much that is free, and that others could use
 _CLIENT_GONE = 499  # for the metrics; nginx calls it so
 
 
@@ -44,6 +47,7 @@ def make_app(models: Models, options: ServerOptions) -> Starlette:
         paths=[route.path for route in [*routes, *page]],
         open_paths=open_paths,
     )
+    idle = Middleware(WhenIdle, call=trim_heap, after_s=_IDLE_S)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=options.cors_origins,
@@ -52,7 +56,7 @@ def make_app(models: Models, options: ServerOptions) -> Starlette:
     )
     return Starlette(
         routes=[*routes, *page],
-        middleware=[cors, guard] if options.cors_origins else [guard],
+        middleware=[*([cors] if options.cors_origins else []), guard, idle],
         exception_handlers={HTTPException: _refuse, Exception: _fail},
         lifespan=service.lifespan,
     )

@@ -29,14 +29,14 @@ def precision_report(
     return {
         "precision": target.precision,
         "quant_threshold_nats": threshold_nats,
-        "joint": None if fidelity is None else dataclasses.asdict(fidelity),
+        "joint": None if fidelity is None else fidelity.to_dict(),
         "weight_bytes": target.weight_bytes,
         "rotation": rotation,
         "matmul_flops_share": flops_share(target, looked_up),
         "kv_cache": {
             "dtype": target.kv_cache.dtype,
             "gate_nats": KV_GATE_NATS,
-            "added": None if kv_fidelity is None else dataclasses.asdict(kv_fidelity),
+            "added": None if kv_fidelity is None else kv_fidelity.to_dict(),
         },
         "tensors": [
             {**dataclasses.asdict(tensor), "mean_kl_nats": _nats_of(plan, tensor.name)}

@@ -253,7 +253,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     options = engine_options(args)
     report = bench.measure(
-        find_model(args.model).package,
+        find_model(args.model, args.preset).package,
         batches=args.batch,
         prompt_tokens=args.prompt_tokens,
         new_tokens=args.new_tokens,
@@ -273,7 +273,7 @@ def _bench_fidelity(args: argparse.Namespace) -> int:
     if args.text is None:
         raise ConfigError("text", None, "the file to compare on, with --fidelity")
     report = bench_fidelity.measure_fidelity(
-        find_model(args.model).package,
+        find_model(args.model, args.preset).package,
         args.fidelity,
         args.text,
         prompts=args.prompts,

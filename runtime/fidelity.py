@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Fidelity:
     def perplexity_change(self) -> float:
         """0.01 where the model's perplexity is 1% above the reference's."""
         return self.perplexity / self.perplexity_fp32 - 1
+
+    def to_dict(self) -> dict[str, float | None]:
+        """For JSON, which has no NaN: None where there is no figure."""
+        found = dataclasses.asdict(self)
+        return {name: None if math.isnan(value) else value for name, value in found.items()}
 
 
 class FidelityMeter:

@@ -12,7 +12,6 @@ worse.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -122,7 +121,7 @@ def measure_fidelity(
         "reference": reference.name,
         "precision": manifests[1].targets[0].precision,
         "kv_cache": manifests[1].targets[0].kv_cache.dtype,
-        **{name: dataclasses.asdict(found) for name, found in measured.items()},
+        **{name: found.to_dict() for name, found in measured.items()},
         "greedy": None if greedy is None else greedy.agreement(),
         "versions": versions(),
         "hardware": hardware(),
@@ -239,12 +238,10 @@ def render(report: dict[str, Any]) -> str:
     for name in ("text", "answers", "sampled"):
         if name in report:
             found = report[name]
-            change = found["perplexity"] / found["perplexity_fp32"] - 1
-            error = found["perplexity_change_error"]
             lines.append(
                 f"{name:8} {found['num_tokens']:6} tokens  KL mean {found['mean_kl_nats']:.4f}, "
                 f"p99 {found['p99_kl_nats']:.4f} nats  top-1 {found['top1_agreement']:.1%}  "
-                f"perplexity {found['perplexity']:.3f} ({change:+.2%}, standard error {error:.2%})"
+                f"perplexity {_perplexity(found)}"
             )
     if (greedy := report["greedy"]) is not None:
         lines.append(
@@ -253,3 +250,13 @@ def render(report: dict[str, Any]) -> str:
             f"{greedy['mean_answer_tokens']:.1f}"
         )
     return "\n".join(lines)
+
+
+def _perplexity(found: dict[str, Any]) -> str:
+    """Where few tokens are compared there may be none of the three."""
+    if found["perplexity"] is None:
+        return "-"
+    error = found["perplexity_change_error"]
+    known = "unknown" if error is None else f"{error:.2%}"
+    change = found["perplexity"] / found["perplexity_fp32"] - 1
+    return f"{found['perplexity']:.3f} ({change:+.2%}, standard error {known})"

@@ -34,7 +34,7 @@ def chat(
     Raises:
         HeadraceError: the package cannot be used or the device failed.
     """
-    package = find_model(args.model).package
+    package = find_model(args.model, args.preset).package
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
     with (

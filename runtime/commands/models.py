@@ -28,8 +28,10 @@ class FoundModel:
     is_new: bool = False
 
 
-def find_model(model: str) -> FoundModel:
+def find_model(model: str, preset: str | None = None) -> FoundModel:
     """The package that MODEL means: a package, a checkpoint of which one is made, or a name.
+
+    `preset` is what a package is made for, if one is.
 
     Raises:
         StoreError: it is nothing of that.
@@ -39,10 +41,10 @@ def find_model(model: str) -> FoundModel:
     if path.exists():
         name = path.resolve().name.removesuffix(".gguf")
         if is_checkpoint(path):
-            return FoundModel(name, *package_of(path, say))
+            return FoundModel(name, *package_of(path, say, preset))
         return FoundModel(name, path)
     if (stored := find_stored(model)) is not None:
-        return FoundModel(model, *package_of(stored.file, say))
+        return FoundModel(model, *package_of(stored.file, say, preset))
     if is_name(model) and (packages_folder() / model / MANIFEST_FILE).is_file():
         return FoundModel(model, packages_folder() / model)
     raise StoreError(

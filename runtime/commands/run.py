@@ -31,7 +31,7 @@ def run(
         HeadraceError: whatever is wrong with the package, the prompt or an option.
     """
     prompt = read_prompt(args.prompt)
-    model = find_model(args.model)
+    model = find_model(args.model, args.preset)
     raw = uses_raw_text(args, model.package)
     with Runtime.load(
         model.package, args.device, **{**engine_options, "max_sequences": 1}

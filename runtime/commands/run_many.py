@@ -47,7 +47,7 @@ def run_many(
         OSError: a file cannot be read or written.
     """
     numbers = [number for number, _ in read_lines(args.input)]
-    model = find_model(args.model)
+    model = find_model(args.model, args.preset)
     raw = uses_raw_text(args, model.package)
     identity = {
         "input_sha256": file_sha256(args.input),

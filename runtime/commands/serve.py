@@ -80,7 +80,7 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
     engine_options = {**engine_options, "max_waiting": options.max_requests}
     if args.max_sequences is not None:
         engine_options["max_sequences"] = args.max_sequences
-    found = map(find_model, args.models)
+    found = [find_model(model, args.preset) for model in args.models]
     packages = [(model.name, model.package) for model in found]
     models = Models(folder_loaders(packages, args.device, engine_options))
     listener = listening_socket(args.host, args.port)

@@ -1,8 +1,8 @@
 """Packages made of checkpoints on the way, each once, in a cache.
 
 A package is named after its checkpoint and a digest of all that decides how it comes out: the
-checkpoint's content, and the version of headrace. The content is hashed when a file is seen first;
-after that its path, size and time of change stand for it.
+checkpoint's content, the version of headrace and a preset, if the exporter has that. The content is
+hashed when a file is seen first; after that its path, size and time of change stand for it.
 
 The exporter runs as a process of its own: it needs more memory than decoding does and other
 libraries, and all of it is given back when it ends.
@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -42,6 +42,7 @@ _NAME_LENGTH = 60
 # Files of a Hugging Face folder that an export reads.
 _READ = ("*.safetensors", "*.json", "*.jinja", "*.onnx", "*.model", "*/config.json")
 _EXPORTER = "headrace.exporters.cli"
+EXPORT_PRESETS = ("low-memory",)  # those of `runtime-export --preset`
 _NEEDED = ("onnx_ir", "gguf", "safetensors", "rich")
 
 
@@ -59,17 +60,19 @@ def is_checkpoint(path: Path) -> bool:
     raise PackageError(f"{path} is a file and no GGUF; give a package or a checkpoint")
 
 
-def package_of(checkpoint: Path, say: Say) -> tuple[Path, bool]:
+def package_of(checkpoint: Path, say: Say, preset: str | None = None) -> tuple[Path, bool]:
     """The package of a checkpoint, and whether it was made now.
 
     Args:
         say: told in a sentence what takes long.
+        preset: what the package is for; one that the exporter does not have changes nothing.
 
     Raises:
         PackageError: it cannot be made; the exporter has said why.
         OSError: a folder cannot be read or written.
     """
-    package = packages_folder() / _package_name(checkpoint)
+    options = ["--preset", preset] if preset in EXPORT_PRESETS else []
+    package = packages_folder() / _package_name(checkpoint, options)
     if (package / MANIFEST_FILE).exists():
         return package, False
     _require_exporter(checkpoint)
@@ -89,7 +92,7 @@ def package_of(checkpoint: Path, say: Say) -> tuple[Path, bool]:
             f"making a package of {checkpoint.name}, once; this takes minutes (about three for 135 "
             f"million weights on two cores), and Ctrl-C leaves nothing behind"
         )
-        _export(checkpoint, package)
+        _export(checkpoint, package, *options)
     finally:
         lock.release()
     say(f"it is kept in {package}")
@@ -112,8 +115,8 @@ def cached_packages() -> list[tuple[Path, str]]:
     return found
 
 
-def _package_name(checkpoint: Path) -> str:
-    made_by = f"headrace {version('headrace')}, schema {SCHEMA_VERSION}"
+def _package_name(checkpoint: Path, options: Sequence[str]) -> str:
+    made_by = " ".join([f"headrace {version('headrace')}, schema {SCHEMA_VERSION}", *options])
     digest = hashlib.sha256(f"{_content_digest(checkpoint)} {made_by}".encode()).hexdigest()
     return f"{_stem(checkpoint)}-{digest[:_DIGEST_LENGTH]}"
 
@@ -167,9 +170,9 @@ def _remove_remains(package: Path) -> None:
         shutil.rmtree(remains, ignore_errors=True)
 
 
-def _export(checkpoint: Path, package: Path) -> None:
+def _export(checkpoint: Path, package: Path, *options: str) -> None:
     """Run the exporter; all that it prints goes to the standard error."""
-    command = [sys.executable, "-m", _EXPORTER, str(checkpoint), "-o", str(package)]
+    command = [sys.executable, "-m", _EXPORTER, str(checkpoint), "-o", str(package), *options]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2) as exporter:
         try:
             code = exporter.wait()

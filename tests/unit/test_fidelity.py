@@ -73,6 +73,7 @@ def test_no_next_tokens_no_perplexity() -> None:
     found = meter.result()
     assert (found.mean_kl_nats, found.top1_agreement) == (0, 1)
     assert math.isnan(found.perplexity) and math.isnan(found.perplexity_change_error)
+    assert found.to_dict()["perplexity"] is None and found.to_dict()["num_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,25 @@ def test_bench_compares_with_the_fp32_package(
     assert report["greedy"]["mean_tokens_to_difference"] <= report["greedy"]["mean_answer_tokens"]
     assert cli.main(["bench", str(package), *options]) == 0
     assert "KL mean" in capsys.readouterr().out
+
+
+def test_what_is_not_known_is_null(
+    tiny_package: Maker, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One draw has no spread, and JSON no NaN."""
+    text.write_text("the other water", encoding="utf-8")
+    options = ["--fidelity", str(tiny_package("fp32")), "--text", str(text)]
+    package = str(tiny_package("w8a8_row", "int8"))
+    assert cli.main(["bench", package, *options, "--json"]) == 0
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    report = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert report["text"]["perplexity_change_error"] is None
+    assert report["text"]["perplexity"] > 1
+    assert cli.main(["bench", package, *options]) == 0
+    assert "standard error unknown" in capsys.readouterr().out
 
 
 def test_a_package_agrees_with_itself(tiny_package: Maker, text: Path) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import write_gguf
 
+from headrace.exporters.options import PRESETS
 from headrace.runtime import cli
+from headrace.runtime.commands.models import find_model
 from headrace.runtime.errors import PackageError, StoreError
-from headrace.runtime.manifest import MANIFEST_FILE, SCHEMA_VERSION
+from headrace.runtime.manifest import MANIFEST_FILE, SCHEMA_VERSION, read_manifest
 from headrace.runtime.store import packages
 from headrace.runtime.store.places import HOME_VARIABLE, history_file, is_name, models_folder
 
@@ -224,6 +226,38 @@ def test_what_a_killed_process_left_is_removed(home: Path, gguf: Path, tmp_path:
         until(second, "True")
     (name,) = made(home)
     assert not name.startswith(".")
+
+
+def test_a_preset_of_the_exporter_has_a_package_of_its_own(
+    home: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, ...]] = []
+
+    def export(checkpoint: Path, package: Path, *options: str) -> None:
+        given.append(options)
+        fake_export(checkpoint, package)
+
+    monkeypatch.setattr(packages, "_export", export)
+    usual = find_model(str(gguf)).package
+    assert find_model(str(gguf), "latency").package == usual
+    small = find_model(str(gguf), "low-memory").package
+    assert small != usual
+    assert find_model(str(gguf), "low-memory").package == small
+    assert given == [(), ("--preset", "low-memory")]
+    assert packages.packages_made_of(gguf) == sorted([small, usual])
+
+
+def test_presets_are_those_of_the_exporter() -> None:
+    assert tuple(PRESETS) == packages.EXPORT_PRESETS
+
+
+def test_a_command_makes_the_package_that_its_preset_means(
+    home: Path, gguf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(gguf), "hi", "--max-new-tokens", "3", "--preset", "low-memory"]
+    assert cli.main(command) == 0
+    (package,) = packages.packages_made_of(gguf)
+    assert read_manifest(package).targets[0].precision == "int4"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C reaches a whole console on Windows")

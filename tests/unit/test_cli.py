@@ -293,14 +293,15 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench(tiny_package: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     package = tiny_package("fp32", context=4096)
     command = ["bench", str(package), "--batch", "1,3", "--prompt-tokens", "5"]
-    assert cli.main([*command, "--new-tokens", "4", "--repeat", "1", "--json"]) == 0
+    assert cli.main([*command, "--new-tokens", "400", "--repeat", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [b["batch"] for b in report["batches"]] == [1, 3]
     assert list(report["step_ms_by_rows"]) == [str(n) for n in range(1, 33)]
     positive = [report["prefill_tok_s"], report["peak_rss_bytes"], report["model_busy_share"]]
     positive += [b["decode_tok_s"] for b in report["batches"]]
     assert min(positive + list(report["step_ms_by_rows"].values())) > 0
-    assert report["model_busy_share"] < 1.5  # of three steps one may be half over at the start
+    # One of many steps may be half over at the start, and be one that the system held up.
+    assert report["model_busy_share"] < 1.5
     assert {"headrace", "onnxruntime"} <= report["versions"].keys()
     assert report["hardware"]["features"] is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,21 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace, progress: Progress | None) -> str:
+def _export(args: argparse.Namespace, progress: Progress) -> str:
     """Export a decoder or an encoder, whichever the source is; returns what there is to say."""
-    options = _options(args)
+    is_encoder = is_encoder_source(args.source)
+    options = _options(args, {} if is_encoder else PRESETS.get(args.preset, {}))
     options.check()
-    if not is_encoder_source(args.source):
+    if not is_encoder:
         result = export_package(args.source, args.output, options=options, progress=progress)
         return _summary(args.output, result)
     encoder = export_encoder(args.source, args.output, options=options, progress=progress)
     return _encoder_summary(args.output, encoder)
 
 
-def _options(args: argparse.Namespace) -> ExportOptions:
+def _options(args: argparse.Namespace, preset: Mapping[str, str]) -> ExportOptions:
     """Raises ConfigError: a rule is none, or the calibration text cannot be used."""
     text = args.calibration_text
-    preset = PRESETS.get(args.preset, {})
     return ExportOptions(
         targets=tuple(args.target.split(",")),
         precision=args.precision or preset.get("precision", DEFAULT_PRECISION),
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the package is for, such as cpu,cuda_fp16 (default: %(default)s)",
     )
     parser.add_argument(
-        "--preset", choices=PRESETS, help="low-memory: INT4 weights and an INT8 cache"
+        "--preset", choices=PRESETS, help="low-memory: INT4 weights and an INT8 cache of decoders"
     )
     parser.add_argument(
         "-p",

@@ -103,6 +103,13 @@ def test_the_command_knows_an_encoder(source: Path, capsys: Capture) -> None:
     assert cli.main([str(source), "-o", str(output), "--kv-cache", "int4", "--overwrite"]) == 2
 
 
+def test_presets_are_about_decoders(source: Path, capsys: Capture) -> None:
+    """A server may be given one preset for checkpoints of both kinds."""
+    output = source.parent / "package"
+    assert cli.main([str(source), "-o", str(output), "--preset", "low-memory"]) == 0
+    assert "bert encoder, w8a8_row" in capsys.readouterr().out
+
+
 def test_the_exporter_of_decoders_points_to_the_other(source: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'bert' is an encoder.*export_encoder"):
         export_package(source, source.parent / "package")

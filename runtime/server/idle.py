@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,7 +19,6 @@ class WhenIdle:
         self._app, self._call, self._after_s = app, call, after_s
         self._num_requests = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._calling: asyncio.Future[object] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":  # those ask for nothing
@@ -33,8 +33,5 @@ class WhenIdle:
             self._num_requests -= 1
             if not self._num_requests:
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(self._after_s, self._begin)
-
-    def _begin(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._calling = loop.run_in_executor(None, self._call)
+                call = partial(loop.run_in_executor, None, self._call)
+                self._timer = loop.call_later(self._after_s, call)

@@ -36,13 +36,13 @@ from headrace.runtime.store.places import packages_folder
 Say = Callable[[str], None]
 
 GGUF_MAGIC = b"GGUF"
+EXPORT_PRESETS = ("low-memory",)  # those of `runtime-export --preset`
 
 _DIGEST_LENGTH = 10
 _NAME_LENGTH = 60
 # Files of a Hugging Face folder that an export reads.
 _READ = ("*.safetensors", "*.json", "*.jinja", "*.onnx", "*.model", "*/config.json")
 _EXPORTER = "headrace.exporters.cli"
-EXPORT_PRESETS = ("low-memory",)  # those of `runtime-export --preset`
 _NEEDED = ("onnx_ir", "gguf", "safetensors", "rich")
 
 

@@ -34,7 +34,7 @@ MAX_GROWTH = 0.03
 MAX_RATIO = 2.0
 WARM_UP_ROUNDS = 2  # until the heap has room for whatever comes
 WAIT_S = 120.0
-SETTLE_S = 5.0
+SETTLE_S = 5.0  # more than the server waits before it gives back what is free
 ARRIVAL_S = 0.5  # within which all of them come
 
 

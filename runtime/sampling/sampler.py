@@ -133,7 +133,10 @@ class Sampler:
         self._weighs_all = self._top_k == 0 and (config.top_p < 1.0 or config.min_p == 0.0)
         plain = self._penalties is None and not self._bias_ids.size and not config.min_new_tokens
         wanted = self._weighs_all and plain and matcher is None
-        self.inverse_temperature = (self._inv_temperature or 0.0) if wanted else 0.0
+        inverse = self._inv_temperature or 0.0
+        # A graph takes it in float32, and computes nothing for what is 0 there.
+        usable = wanted and inverse >= np.finfo(np.float32).tiny
+        self.inverse_temperature = inverse if usable else 0.0
 
     @property
     def is_complete(self) -> bool:

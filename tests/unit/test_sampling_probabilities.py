@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ from hypothesis import event, given, settings
 from sampling_samples import AMBIGUOUS, cases, make_sampler, plain_configs
 
 from headrace.backends.base import Probabilities
+from headrace.runtime import Runtime
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.manifest import PROBABILITY_BLOCK
 from headrace.runtime.sampling import reference
@@ -54,3 +58,20 @@ def in_blocks(probabilities: Logits) -> Probabilities:
 def test_no_probabilities_where_logits_are_changed_or_cut_first(values: dict[str, Any]) -> None:
     config = GenerationConfig(temperature=0.8, **values)
     assert make_sampler(config, 64).inverse_temperature == 0.0
+
+
+@pytest.mark.parametrize("temperature", [1e37, 1e39, 1e45, 1.7e308])
+def test_no_probabilities_where_float32_has_no_such_temperature(temperature: float) -> None:
+    """A graph computes them where the float32 is above 0; whoever waits must agree with it."""
+    inverse = make_sampler(GenerationConfig(temperature=temperature), 64).inverse_temperature
+    assert (inverse > 0) == (np.float32(inverse) > 0)
+    assert (inverse > 0) == (temperature < 1e38)
+
+
+def test_a_step_of_rows_so_hot_that_their_weights_are_all_the_same(
+    tiny_package: Callable[..., Path],
+) -> None:
+    config = GenerationConfig(temperature=sys.float_info.max, max_new_tokens=4, ignore_eos=True)
+    with Runtime.load(tiny_package("fp32", "fp32"), device="cpu") as runtime:
+        answers = runtime.generate(["a", "b"], config)
+    assert [len(answer.token_ids) for answer in answers] == [4, 4]

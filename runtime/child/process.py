@@ -33,8 +33,9 @@ _JOIN_TIMEOUT_S = 5.0
 class ChildProcess:
     """A running child. One thread sends at a time, and one receives.
 
-    It is started by a thread of its own, which then reads what the child prints, for the log, until
-    it ends: a child may be bound to the thread that has started it (`entry`).
+    It is started by a thread of its own, which then reads what the child prints, for the log, and
+    waits for its end, whenever that comes: a child may be bound to the thread that has started it
+    (`entry`), and one that nobody waits for stays in the table of processes.
 
     Args:
         kind: of child, see `entry`.
@@ -119,6 +120,7 @@ class ChildProcess:
             while line := text.readline(_MAX_LINE_CHARACTERS):
                 self._last_lines.append(line.strip())
                 logger.warning("%s process %d: %s", self._kind, process.pid, line.rstrip())
+        process.wait()
 
 
 def child_command(kind: str) -> list[str]:

@@ -151,6 +151,7 @@ def test_an_idle_process_that_died_is_replaced(isolated: Runtime) -> None:
     backend: Any = isolated._engine._backend
     pid = backend._child.pid
     os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pid))  # no zombie is left until somebody asks
     assert isolated.generate("Once", GREEDY) == expected
     assert backend._child.pid != pid
 

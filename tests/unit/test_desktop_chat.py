@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import runpy
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from headrace.runtime.child.entry import FLAG
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "desktop_chat"
 SEED = 7
+QUESTION = "tell me more"
 TIMEOUT_S = 90.0
 ENTRY, BUTTON, STATUS, LOG = ".!entry", ".!button", ".!label", ".!frame.!scrolledtext"
 
@@ -140,29 +142,53 @@ def running(*command: str | Path) -> Iterator[App]:
 
 
 @pytest.mark.usefixtures("display")
-@pytest.mark.parametrize("form", ["source", "built"])
-def test_the_window_survives_its_engine(form: str, package: Path, tmp_path: Path) -> None:
-    config = replace(runpy.run_path(str(EXAMPLE / "chat.py"))["CONFIG"], seed=SEED)
-    with Runtime.load(package) as here:
-        expected = here.chat([{"role": "user", "content": "tell me more"}], config)
+@pytest.mark.parametrize(("form", "kills"), [("source", 3), ("built", 20)])
+def test_the_window_survives_its_engine(
+    form: str, kills: int, package: Path, tmp_path: Path
+) -> None:
     command = [build(tmp_path)] if form == "built" else [sys.executable, EXAMPLE / "chat.py"]
     with running(*command, package, str(SEED)) as app:
-        app.ask("tell me more")
-        for _ in range(3):
-            length = len(app.log)
-            wait_until(partial(lambda length: len(app.log) > length, length))
-            (engine,) = app.engines
-            engine.kill()
-            engine.wait(TIMEOUT_S)  # until it is reaped, so that it is not taken for the next
-            assert app.status == "answering..."  # the window answers while the engine cannot
-        wait_until(lambda: app.status != "answering...")
-        assert app.status == f"{expected.completion_tokens} tokens, {expected.finish_reason}"
-        shown = app.tell(f"{LOG} get 3.0 end")
-        assert visible(shown) == visible(expected.text)
-
+        questions = kill_engines(app, kills)
+        shown, status = app.log, app.status
         app.ask("once more")
         wait_until(lambda: len(app.log) > len(shown) + 40)
         app.tell(f"{BUTTON} invoke")  # Stop
         wait_until(lambda: "cancelled" in app.status)
         assert app.tell(f"{BUTTON} cget -text") == "Send"
         assert len(app.engines) == 1
+
+    config = replace(runpy.run_path(str(EXAMPLE / "chat.py"))["CONFIG"], seed=SEED)
+    messages: list[dict[str, str]] = []
+    with Runtime.load(package) as undisturbed:
+        for _ in range(questions):
+            messages.append({"role": "user", "content": QUESTION})
+            answer = undisturbed.chat(messages, config)
+            messages.append({"role": "assistant", "content": answer.text})
+    prefixes = {"user": "You: ", "assistant": ""}
+    expected = "".join(prefixes[message["role"]] + message["content"] for message in messages)
+    assert visible(shown) == visible(expected)
+    assert status == f"{answer.completion_tokens} tokens, {answer.finish_reason}"
+
+
+def kill_engines(app: App, kills: int) -> int:
+    """End the engine's process so often, mostly while it answers, and wait for the last answer.
+
+    Returns:
+        How many questions were asked.
+    """
+    choose, questions = random.Random(SEED), 0
+    for number in range(kills):
+        if app.status != "answering...":
+            app.ask(QUESTION)
+            questions += 1
+        if number % 4 != 3:  # else at once: while it loads
+            length = len(app.log)
+            wait_until(partial(lambda length: len(app.log) > length, length))
+            time.sleep(choose.uniform(0.0, 0.05))
+        wait_until(lambda: app.engines)
+        (engine,) = app.engines
+        engine.kill()
+        engine.wait(TIMEOUT_S)  # until it is reaped, so that it is not taken for the next
+        assert app.status  # the window answers while the engine cannot
+    wait_until(lambda: app.status != "answering...")
+    return questions

@@ -82,6 +82,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"model_type": "olmo2", "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
     "olmo2_untied": {"model_type": "olmo2", "attention_bias": True},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "olmo3_listed_layers": {
+        "model_type": "olmo3",
+        "sliding_window": 7,
+        "rms_norm_eps": 1e-6,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 20000.0,
+                "factor": 8.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "granite": {
         "model_type": "granite",
         "embedding_multiplier": 3.0,

@@ -18,10 +18,9 @@ from headrace.exporters.archs.config_keys import (
     require_value,
 )
 from headrace.exporters.archs.llama import LAYER, llama_like
-from headrace.exporters.archs.rope_keys import read_rope, read_scaling
+from headrace.exporters.archs.rope_keys import read_rope, read_ropes_by_kind
 from headrace.exporters.archs.spec import AttentionSpec, DecoderSpec, RopeSpec
 from headrace.exporters.archs.windows import sliding_layers
-from headrace.runtime.errors import CheckpointError
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
 
@@ -92,20 +91,12 @@ def _attention(
 
 def _ropes(config: Mapping[str, object], head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """Of layers that see everything and of windowed ones."""
-    nested = config.get("rope_parameters")
-    if nested is None:
-        whole = read_rope(config, head_dim, theta=1_000_000.0)
-        local_theta = get_float(config, "rope_local_base_freq", 10000.0)
-        return whole, RopeSpec(theta=local_theta, dim=head_dim)
-    if not isinstance(nested, dict) or not all(isinstance(v, dict) for v in nested.values()):
-        raise CheckpointError(f"config.json: rope_parameters={nested!r} is not supported here")
-    found = []
-    for name, theta in (("full_attention", 1_000_000.0), ("sliding_attention", 10000.0)):
-        said = dict(nested.get(name, {}))
-        base = get_float(said, "rope_theta", theta)
-        said.pop("rope_theta", None)
-        found.append(RopeSpec(theta=base, dim=head_dim, scaling=read_scaling(config, said, {})))
-    return found[0], found[1]
+    named = read_ropes_by_kind(config, head_dim, whole_theta=1_000_000.0, local_theta=10000.0)
+    if named is not None:
+        return named
+    whole = read_rope(config, head_dim, theta=1_000_000.0)
+    local_theta = get_float(config, "rope_local_base_freq", 10000.0)
+    return whole, RopeSpec(theta=local_theta, dim=head_dim)
 
 
 def _attention_scale(config: Mapping[str, object], kind: str, spec: DecoderSpec) -> float:

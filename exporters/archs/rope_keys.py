@@ -50,6 +50,30 @@ def read_rope(
     )
 
 
+def read_ropes_by_kind(
+    config: Mapping[str, object], head_dim: int, *, whole_theta: float, local_theta: float
+) -> tuple[RopeSpec, RopeSpec] | None:
+    """Of layers that see everything and of windowed ones; None where all share one setting.
+
+    The thetas hold where `rope_parameters` does not say.
+
+    Raises:
+        CheckpointError: as `read_rope`, or `rope_parameters` is none by kind of layer.
+    """
+    nested = config.get("rope_parameters")
+    if nested is None:
+        return None
+    if not isinstance(nested, dict) or not all(isinstance(v, dict) for v in nested.values()):
+        raise CheckpointError(f"config.json: rope_parameters={nested!r} is not supported here")
+    found = []
+    for kind, theta in (("full_attention", whole_theta), ("sliding_attention", local_theta)):
+        said = dict(nested.get(kind, {}))
+        base = get_float(said, "rope_theta", theta)
+        said.pop("rope_theta", None)
+        found.append(RopeSpec(theta=base, dim=head_dim, scaling=read_scaling(config, said, {})))
+    return found[0], found[1]
+
+
 def read_scaling(
     config: Mapping[str, object], value: object, names: Mapping[str, str]
 ) -> dict[str, object] | None:

@@ -49,6 +49,8 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path} is one part of {parts}; join them with llama-gguf-split --merge"
         )
     architecture = ARCHITECTURES.get(name)
+    if architecture and architecture.windowed and f"{name}.attention.sliding_window" in metadata:
+        architecture = architecture.windowed
     stored = {tensor.name: tensor for tensor in header.tensors}
     with ExitStack() as resources:
         file = DataFile(path)

@@ -86,7 +86,7 @@ class GgufMetadata:
         raise self._wrong(key, "a list of texts")
 
     def maybe_numbers(self, key: str, kinds: str) -> list[float] | None:
-        """`kinds`: numpy dtype kinds to accept, "iu" for integers, "f" for floats."""
+        """`kinds`: numpy dtype kinds to take, "iu" for integers, "f" for floats, "b" for flags."""
         value = self._get(key)
         if value is None:
             return None
@@ -166,6 +166,10 @@ def read_config(
         **{key: tensor in tensors for key, tensor in architecture.present.items()},
         **architecture.config,
     )
+    if architecture.slides and (
+        slides := metadata.maybe_numbers(f"{prefix}.{architecture.slides}", "b")
+    ):
+        config["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
     if (theta := metadata.maybe_number(f"{prefix}.rope.freq_base")) is not None:
         config["rope_theta"] = theta
     if turned is not None and turned != head_dim:

@@ -26,6 +26,8 @@ class GgufArchitecture:
             and the config keys that they become; `maybe_numbers` where they may be missing.
         gain_offset: the converter added this to gains of norms.
         present: config keys that are true where the file has a tensor.
+        slides: a metadata key, likewise, with a flag for each layer: it sees only a window.
+        windowed: the family that the file is of where it says how wide windows of attention are.
         config: extra config.json keys with fixed values.
     """
 
@@ -41,6 +43,8 @@ class GgufArchitecture:
     maybe_numbers: Mapping[str, str] = field(default_factory=dict)
     gain_offset: float = 0.0
     present: Mapping[str, str] = field(default_factory=dict)
+    slides: str | None = None
+    windowed: GgufArchitecture | None = None
     config: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -65,6 +69,7 @@ _INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 _SILU = {"hidden_act": "silu"}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
 
 _LLAMA = GgufArchitecture(
     hf_class="LlamaForCausalLM",
@@ -115,7 +120,7 @@ _GEMMA2 = dataclasses.replace(
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     maybe_numbers={
-        "attention.sliding_window": "sliding_window",
+        **_WINDOW,
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
@@ -131,9 +136,9 @@ _GEMMA3 = dataclasses.replace(
         "rope.freq_base_swa": "rope_local_base_freq",
     },
 )
-_OLMO2 = GgufArchitecture(
-    hf_class="Olmo2ForCausalLM",
-    model_type="olmo2",
+_OLMO3 = GgufArchitecture(
+    hf_class="Olmo3ForCausalLM",
+    model_type="olmo3",
     model=_MODEL,
     layer=_LAYER
     | _HEAD_NORMS
@@ -142,8 +147,18 @@ _OLMO2 = GgufArchitecture(
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     numbers=_RMS,
+    maybe_numbers=_WINDOW,
+    slides="attention.sliding_window_pattern",
     present=_BIAS,
     config=_SILU,
+)
+_OLMO2 = dataclasses.replace(
+    _OLMO3,
+    hf_class="Olmo2ForCausalLM",
+    model_type="olmo2",
+    maybe_numbers={},
+    slides=None,
+    windowed=_OLMO3,
 )
 _GRANITE = dataclasses.replace(
     _LLAMA,
@@ -162,7 +177,7 @@ _PHI3 = GgufArchitecture(
     model=_MODEL,
     layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     numbers=_RMS,
-    maybe_numbers={"attention.sliding_window": "sliding_window"},
+    maybe_numbers=_WINDOW,
     config=_SILU,
 )
 _STABLELM = GgufArchitecture(

@@ -51,6 +51,24 @@ def _gemma3(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_rope_freq_base(1000000.0)
 
 
+def _olmo3(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    _yarn(writer, config)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def _olmo3_layers(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """GGUF has room for one base of rotary positions."""
+    scaling = config["rope_parameters"]["full_attention"]
+    _yarn(writer, {"rope_scaling": scaling})
+    writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
+    writer.add_rope_freq_base(scaling["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    kinds = config["layer_types"]
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+
+
 def _granite(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if "logits_scaling" in config:
         writer.add_attention_scale(config["attention_multiplier"])
@@ -89,6 +107,8 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, Metadata]] = {
     "gemma2": (gguf.MODEL_ARCH.GEMMA2, _gemma),
     "gemma3_old_keys": (gguf.MODEL_ARCH.GEMMA3, _gemma3),
     "olmo2": (gguf.MODEL_ARCH.OLMO2, _none),
+    "olmo3": (gguf.MODEL_ARCH.OLMO2, _olmo3),
+    "olmo3_listed_layers": (gguf.MODEL_ARCH.OLMO2, _olmo3_layers),
     "granite": (gguf.MODEL_ARCH.GRANITE, _granite),
     "phi3": (gguf.MODEL_ARCH.PHI3, _phi3),
     "phi3_partial_longrope": (gguf.MODEL_ARCH.PHI3, _phi3),
@@ -128,7 +148,7 @@ def write_gguf(name: str, folder: Path, path: Path, **more: Any) -> Path:
         writer.add_layer_norm_rms_eps(usual)
     if config["model_type"] != "gpt2":
         writer.add_head_count_kv(config["num_key_value_heads"])
-    if config["model_type"] not in ("gemma3_text", "gpt2"):
+    if config["model_type"] not in ("gemma3_text", "olmo3", "gpt2"):
         writer.add_rope_freq_base(10000.0)
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])

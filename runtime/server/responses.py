@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.core import FinishReason
+from headrace.runtime.server.generate import NumberedDeltas
 from headrace.runtime.server.reply import Json, Usage
 from headrace.runtime.server.schema import (
     ChatBody,
@@ -63,18 +64,18 @@ class ResponseReply:
         self._finish: FinishReason | None = None
         self._num_events = 0
 
-    async def whole(self, deltas: AsyncGenerator[TokenDelta, None]) -> Json:
+    async def whole(self, deltas: NumberedDeltas) -> Json:
         """The response once it is complete."""
         async with aclosing(deltas):
-            async for delta in deltas:
+            async for _, delta in deltas:
                 self._take(delta)
         return self._response()
 
-    async def events(self, deltas: AsyncGenerator[TokenDelta, None]) -> AsyncGenerator[bytes, None]:
+    async def events(self, deltas: NumberedDeltas) -> AsyncGenerator[bytes, None]:
         """Server-sent events, as OpenAI's clients put them together."""
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         async with aclosing(deltas):
-            async for delta in deltas:
+            async for _, delta in deltas:
                 if not self._num_events:  # what is refused is refused with a status
                     yield self._event("created", response=self._response())
                     yield self._event("in_progress", response=self._response())

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.runtime.api import Runtime
-from headrace.runtime.completion import TokenDelta
 from headrace.runtime.encoder.embedder import Embedder
 from headrace.runtime.server import generate
 from headrace.runtime.server.lanes import LiveView
@@ -33,6 +32,7 @@ from headrace.runtime.server.schema import (
     TokenizeBody,
 )
 from headrace.runtime.server.stream import EventStream, unless_gone
+from headrace.runtime.server.tracing import Question, Tracing
 
 _READ_STEPS_S = 1.0
 
@@ -43,7 +43,7 @@ class Service:
     def __init__(self, models: Models, options: ServerOptions) -> None:
         self.models, self.options = models, options
         self.metrics = Metrics(models)
-        self._live_view = LiveView(models)
+        self._live_view, self._tracing = LiveView(models), Tracing()
         self._embedding = asyncio.Lock()  # one call at a time has all threads
 
     @asynccontextmanager
@@ -86,13 +86,16 @@ class Service:
     async def chat(self, request: Request, body: ChatBody) -> Any:
         name, runtime = self.models.get(body.model, Runtime)
         config = generate.chat_config(body, self.options.max_tokens)
-        deltas = generate.chat_deltas(
-            runtime,
-            generate.plain_messages(body.messages),
-            config,
-            body.tools or None,
-            generate.tool_choice_of(body),
-        )
+        streams = [
+            generate.chat_deltas(
+                runtime,
+                generate.plain_messages(body.messages),
+                config,
+                body.tools or None,
+                generate.tool_choice_of(body),
+            )
+        ]
+        deltas = self._observed(request, Question("chat", name, config, bool(body.stream)), streams)
         reply = ChatReply(
             name,
             runtime.tokenizer.token_bytes,
@@ -100,29 +103,30 @@ class Service:
             has_details=body.headrace.token_details,
             one_call=body.parallel_tool_calls is False,
         )
-        return await self._reply(request, body, reply, name, [deltas])
+        return await self._reply(request, body, reply, deltas)
 
     async def complete(self, request: Request, body: CompletionBody) -> Any:
         name, runtime = self.models.get(body.model, Runtime)
         config = generate.completion_config(body, self.options.max_tokens)
         prompts = generate.prompts_of(body)
         streams = [generate.completion_deltas(runtime, prompt, config) for prompt in prompts]
+        question = Question("text_completion", name, config, bool(body.stream))
+        deltas = self._observed(request, question, streams)
         reply = CompletionReply(
             name,
             runtime.tokenizer.token_bytes,
             has_logprobs=body.logprobs is not None,
             has_details=body.headrace.token_details,
         )
-        return await self._reply(request, body, reply, name, streams)
+        return await self._reply(request, body, reply, deltas)
 
     async def respond(self, request: Request, body: ResponsesBody) -> Any:
         chat = as_chat(body)
         name, runtime = self.models.get(chat.model, Runtime)
         config = generate.chat_config(chat, self.options.max_tokens)
         messages = generate.plain_messages(chat.messages)
-        deltas = self.metrics.observed(
-            name, generate.chat_deltas(runtime, messages, config, None, "auto")
-        )
+        streams = [generate.chat_deltas(runtime, messages, config, None, "auto")]
+        deltas = self._observed(request, Question("chat", name, config, bool(body.stream)), streams)
         reply = ResponseReply(name, body)
         if body.stream:
             return await self._stream(request, reply.events(deltas))
@@ -134,9 +138,13 @@ class Service:
             message = f"vectors of {name} have {embedder.dim} dimensions"
             raise ApiError(400, message, param="dimensions")
         texts = [body.input] if isinstance(body.input, str) else body.input
-        async with self._embedding:
-            work = asyncio.to_thread(embedder.embed_all, texts)
-            found = await unless_gone(request.receive, work)
+        told = {"gen_ai.request.encoding_formats": [body.encoding_format]}
+        with self._tracing.span(request.headers, "embeddings", name, told) as tell:
+            async with self._embedding:
+                work = asyncio.to_thread(embedder.embed_all, texts)
+                found = await unless_gone(request.receive, work)
+            num_tokens = sum(found.num_tokens)
+            tell({"gen_ai.usage.input_tokens": num_tokens})
         as_base64 = body.encoding_format == "base64"
         data = [
             {
@@ -148,7 +156,6 @@ class Service:
             }
             for index, vector in enumerate(found.vectors)
         ]
-        num_tokens = sum(found.num_tokens)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})
 
@@ -167,18 +174,22 @@ class Service:
         data = b"".join(map(runtime.tokenizer.token_bytes, body.tokens))
         return JSONResponse({"prompt": data.decode("utf-8", "replace")})
 
+    def _observed(
+        self, request: Request, question: Question, streams: list[generate.Deltas]
+    ) -> generate.NumberedDeltas:
+        """The deltas of all streams, counted and traced."""
+        counted = [self.metrics.observed(question.model, deltas) for deltas in streams]
+        return self._tracing.followed(request.headers, question, generate.numbered(counted))
+
     async def _reply(
         self,
         request: Request,
         body: Sampling,
         reply: Reply,
-        model: str,
-        streams: list[AsyncGenerator[TokenDelta, None]],
+        deltas: generate.NumberedDeltas,
     ) -> Any:
         """The whole answer, or a stream that has its first event already: what is refused, is
         refused with a status."""
-        counted = [self.metrics.observed(model, deltas) for deltas in streams]
-        deltas = generate.numbered(counted)
         num_each = body.n or 1
         if not body.stream:
             work = generate.whole_answer(reply, deltas, num_each)

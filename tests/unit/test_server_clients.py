@@ -5,38 +5,18 @@ from __future__ import annotations
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx2
 import pytest
-from server_samples import WAIT_S, Serving, assert_error, fake_model, serving
+from server_samples import WAIT_S, GatedBackend, Serving, assert_error, fake_model, serving
 
 from headrace.backends.fake import FakeBackend
-from headrace.runtime.core import StepPlan
 
 PATH = "/v1/completions"
 ENDLESS = {"model": "fake", "prompt": "a", "ignore_eos": True}
-
-
-class GatedBackend(FakeBackend):
-    """Waits before each step that has rows until it is let through."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._permits = threading.Semaphore(0)
-        self.started = 0
-
-    def submit(self, plan: StepPlan) -> int:
-        if plan.rows:
-            self.started += 1
-            assert self._permits.acquire(timeout=WAIT_S)
-        return super().submit(plan)
-
-    def let_through(self, steps: int) -> None:
-        self._permits.release(steps)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "python3 tools/dev.py demo": "exports the real checkpoint, for minutes",
     "python3 tools/dev.py test": "it runs this test",
     "pip install pyinstaller": "needs the network",
+    "pip install opentelemetry-distro opentelemetry-exporter-otlp": "needs the network",
+    "opentelemetry-instrument headrace serve smollm2": "needs these; spans: test_server_tracing.py",
     "python chat.py PACKAGE": "run by test_desktop_chat.py",
     "pyinstaller chat.spec": "run by test_desktop_chat.py",
     "dist/chat/chat PACKAGE": "run by test_desktop_chat.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.runtime.api import Runtime
@@ -118,10 +118,16 @@ class Conversation:
             print(f"{error}; /reset begins anew", file=sys.stderr)
             return
         except KeyboardInterrupt:
+            self._take_in(turn, seen, times_s)
             print(" [interrupted]", end="", file=sys.stderr)
+        else:
+            self._take_in(turn, seen, times_s)  # before the line ends, which may wait
         print(flush=True)
-        answer = "".join(delta.text for delta in seen)
-        if answer:
+
+    def _take_in(
+        self, turn: Sequence[Mapping[str, Any]], seen: list[TokenDelta], times_s: list[float]
+    ) -> None:
+        if answer := "".join(delta.text for delta in seen):
             self._messages += [*turn, {"role": "assistant", "content": answer}]
         if seen:
             self._stats = _describe(seen, times_s, self._runtime)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import select
 import subprocess
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engine_samples import make_runtime
 
+from headrace.runtime.commands.chat import Conversation
 from headrace.runtime.commands.typed import read_text
 from headrace.runtime.store.places import HOME_VARIABLE
 
@@ -48,6 +51,25 @@ def typing(*lines: str | type[BaseException]) -> Callable[[str], str]:
 )
 def test_texts_of_several_lines(lines: list[str], text: str | None) -> None:
     assert read_text(typing(*lines)) == text
+
+
+class Interrupted(io.StringIO):
+    """A terminal where Ctrl-C is pressed when an answer is complete, as its line ends."""
+
+    def write(self, text: str) -> int:
+        if text == "\n":
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_a_turn_that_is_complete_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with make_runtime() as runtime:
+        conversation = Conversation(runtime, None, {"max_new_tokens": 4})
+        conversation.ask("a")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(sys, "stdout", Interrupted())
+            conversation.ask("b")
+        assert conversation.keep("/save", str(tmp_path / "file")).startswith("saved 4 messages")
 
 
 def test_an_interrupt_drops_what_was_typed() -> None:

@@ -42,6 +42,20 @@ def test_compare(tiny_package: PackageMaker) -> None:
         assert case["ratios"]["a/b"] > 0
 
 
+def test_tradeoff(tiny_package: PackageMaker, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    (tmp_path / "text").write_text("some words to compare on " * 20)
+    pair = [f"exact={tiny_package('fp32')}", f"<small>={tiny_package('w8a8_row')}"]
+    small = ["--rows", "1,2", "--context", "8", "--rounds", "1", "--text-tokens", "32"]
+    points = bench("tradeoff", *pair, *small, "--text", str(tmp_path / "text"), "-o", str(picture))[
+        "points"
+    ]
+    assert [point["kl_nats"] > 0 for point in points] == [False, True]
+    assert all(min(point["tok_s"].values()) > 0 for point in points)
+    text = picture.read_text(encoding="utf-8")
+    assert text.count("<circle") == 4 and "&lt;small&gt;" in text and "2 sequences" in text
+
+
 def test_limit(tiny_package: PackageMaker) -> None:
     package = tiny_package("fp32")
     cases = bench("limit", str(package), "--contexts", "8,40", "--rounds", "2")["cases"]

@@ -47,7 +47,7 @@ def main() -> None:
     }
     cases = [_prefill_case(loaded, length, args.rounds) for length in args.prefill]
     for context in args.contexts:
-        cases += _decode_cases(loaded, context, args.rows, args.rounds)
+        cases += decode_cases(loaded, context, args.rows, args.rounds)
     for backend, _ in loaded.values():
         backend.close()
     figures = common.report(
@@ -76,7 +76,7 @@ def _prefill_case(loaded: Loaded, length: int, rounds: int) -> dict[str, Any]:
     return _case(f"prefill {length}", common.take_turns(measures, rounds))
 
 
-def _decode_cases(
+def decode_cases(
     loaded: Loaded, context: int, row_counts: tuple[int, ...], rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Decode at one context length; the cache is filled once and given back at the end."""

@@ -76,12 +76,12 @@ def create_backend(
     device: str, folder: Path, manifest: Manifest, config: EngineConfig, hardware: HardwareInfo
 ) -> Backend:
     """The backend of a device that `choose_device` gave; not loaded yet."""
-    module, name = (_RANKS if _is_split(device, manifest, config.target) else _BACKENDS)[device]
+    module, name = (_RANKS if is_split(device, manifest, config.target) else _BACKENDS)[device]
     kind = getattr(import_module(module), name)
     return cast(Backend, kind(folder, manifest, config, hardware))
 
 
-def _is_split(device: str, manifest: Manifest, name: str | None) -> bool:
+def is_split(device: str, manifest: Manifest, name: str | None) -> bool:
     """Whether the target to load is one of several processes: the one of that name, or all."""
     targets = [t for t in manifest.targets if t.device == device and device in _RANKS]
     named = [t for t in targets if t.name == name] or targets

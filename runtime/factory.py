@@ -12,7 +12,8 @@ from headrace.backends.base import Backend
 from headrace.backends.cpu_avx512.encoder import CpuEncoder
 from headrace.backends.heads import CpuHeads
 from headrace.backends.isolated.backend import IsolatedBackend
-from headrace.backends.registry import choose_device, create_backend
+from headrace.backends.registry import choose_device, create_backend, is_split
+from headrace.backends.targets import choose_target
 from headrace.runtime.api import Runtime
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.draft_heads import DraftHeads
@@ -20,10 +21,17 @@ from headrace.runtime.encoder.embedder import Embedder, load_tokenizer
 from headrace.runtime.encoder.manifest import read_encoder_manifest
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import PackageError
+from headrace.runtime.footprint import Footprint, decoder_footprint, encoder_footprint
 from headrace.runtime.grammar.matcher import GrammarCompiler
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.machine.memory import trim_heap
-from headrace.runtime.manifest import Manifest, package_path, read_manifest
+from headrace.runtime.manifest import (
+    ENCODER_KIND,
+    Manifest,
+    package_path,
+    read_manifest,
+    read_raw_manifest,
+)
 from headrace.runtime.pipeline import ThreadedBackend
 from headrace.runtime.text import TextStream
 from headrace.runtime.tokenizer import Tokenizer
@@ -142,6 +150,33 @@ def load_embedder(folder: Path, num_threads: int | None) -> Embedder:
     trim_heap()
     logger.info("loaded %s on %s", folder, encoder.name)
     return Embedder(encoder, tokenizer, manifest)
+
+
+def package_footprint(folder: Path, device: str, config: EngineConfig) -> Footprint:
+    """What a package would take of this machine's memory; nothing that counts where it runs on a
+    card, which has its own.
+
+    Args:
+        device, config: as `load_runtime` takes them.
+
+    Raises:
+        PackageError: it cannot be read.
+        ConfigError, BackendUnavailableError: there is no such target or device.
+    """
+    raw, _ = read_raw_manifest(folder)
+    if raw.get("kind") == ENCODER_KIND:
+        targets = [t for t in read_encoder_manifest(folder).targets if t.device == "cpu"]
+        return encoder_footprint(targets[0]) if targets else Footprint(0)
+    manifest = read_manifest(folder)
+    found = Footprint(0)
+    if choose_device(device, manifest) == "cpu":
+        ranks = is_split("cpu", manifest, config.target)
+        target = choose_target(folder, manifest, "cpu", config.target, ranks=ranks)
+        found = decoder_footprint(manifest.model, target, config)
+    if config.draft_package is not None:
+        options = replace(config, draft_package=None, target=None)
+        found = found.with_draft(package_footprint(Path(config.draft_package), "cpu", options))
+    return found
 
 
 def read_chat_template(folder: Path, manifest: Manifest) -> str | None:

@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limit("--max-sequences", type=int, metavar="N", help="decoded at once (default: 16)")
     limit("--max-requests", type=int, metavar="N", help="under way at once (default: 256)")
     limit("--max-tokens", type=int, metavar="N", help="longest answer (default: the context)")
+    limit(
+        "--memory-bytes",
+        type=int,
+        metavar="N",
+        help="for all models together; the least used make room (default: 3/4 of what is free)",
+    )
     limit("--max-body-bytes", type=int, metavar="N", help="largest request (default: 2 MiB)")
     limit("--max-buffer-bytes", type=int, metavar="N", help="for a slow reader (default: 1 MiB)")
     limit(
@@ -72,8 +78,9 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
     from headrace.runtime.commands.models import find_model
     from headrace.runtime.server.app import make_app
     from headrace.runtime.server.listen import Server, listening_socket
-    from headrace.runtime.server.models import Models, folder_loaders
+    from headrace.runtime.server.models import Models
     from headrace.runtime.server.options import ServerOptions
+    from headrace.runtime.server.packages import served_packages
 
     key = args.api_key if args.api_key is not None else os.environ.get(API_KEY_VARIABLE)
     options = ServerOptions.from_dict({**vars(args), "api_key": key})
@@ -82,7 +89,11 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
         engine_options["max_sequences"] = args.max_sequences
     found = [find_model(model, args.preset) for model in args.models]
     packages = [(model.name, model.package) for model in found]
-    models = Models(folder_loaders(packages, args.device, engine_options))
+    budget_bytes = options.memory_bytes
+    if budget_bytes is None and len(packages) > 1:  # one has nobody to share with
+        budget_bytes = _share_of_memory()
+    served = served_packages(packages, args.device, engine_options, budget_bytes)
+    models = Models(served, budget_bytes)
     listener = listening_socket(args.host, args.port)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -97,6 +108,14 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
         raise server.load_error
     assert server.load_error is None, server.load_error
     return server.interrupted
+
+
+def _share_of_memory() -> int:
+    """What models may take together unless it is said: most of what this process may still have,
+    in bytes."""
+    from headrace.runtime.machine.hardware import probe_hardware
+
+    return probe_hardware().available_memory_bytes * 3 // 4
 
 
 def _port(text: str) -> int:

@@ -354,7 +354,7 @@ class Step(Answer):
 
 
 class Lanes(Answer):
-    """What a model does. What follows `now_s` is there once a model that writes text is loaded."""
+    """What a model does. What follows `model` is there while it is in memory."""
 
     status: Literal["ok", "loading", "failed", "closed"]
     models: list[str]

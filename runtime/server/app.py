@@ -18,6 +18,7 @@ from headrace.runtime.machine.memory import trim_heap
 from headrace.runtime.server.describe import with_description
 from headrace.runtime.server.guard import Guard
 from headrace.runtime.server.idle import WhenIdle
+from headrace.runtime.server.leases import Holding
 from headrace.runtime.server.models import Models
 from headrace.runtime.server.options import ServerOptions
 from headrace.runtime.server.page import page_routes
@@ -56,7 +57,7 @@ def make_app(models: Models, options: ServerOptions) -> Starlette:
     )
     return Starlette(
         routes=[*routes, *page],
-        middleware=[*([cors] if options.cors_origins else []), guard, idle],
+        middleware=[*([cors] if options.cors_origins else []), guard, idle, Middleware(Holding)],
         exception_handlers={HTTPException: _refuse, Exception: _fail},
         lifespan=service.lifespan,
     )

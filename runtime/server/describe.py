@@ -38,7 +38,7 @@ _ABOUT = {
     413: "the body is larger than {max_body_bytes} bytes",
     429: "too many requests are under way; Retry-After says when to try again",
     500: "the server failed; its log says why",
-    503: "the model is being loaded, the server is shutting down, or the model failed",
+    503: "the model is being loaded, failed or cannot be had, or the server is shutting down",
 }
 _WAITING = (429, 503)
 

@@ -18,6 +18,7 @@ from headrace.runtime.server.models import Models
 from headrace.runtime.server.problems import ApiError
 
 ANSWERS_PER_S = 40.0
+_STEPS_PER_LOAD = 2**32  # a model that is loaded again counts from 0; what is told goes on
 
 
 class LiveView:
@@ -44,16 +45,20 @@ class LiveView:
         """
         self._ration.take()
         after_id = _step_id(after)
-        runtimes = {n: m for n, m in self._models.loaded.items() if isinstance(m, Runtime)}
+        names = self._models.names_of(Runtime)
         found: dict[str, Any] = {
             "status": self._models.status,
-            "models": list(runtimes),
+            "models": names,
             "memory_bytes": self._process.memory_info().rss,
             "now_s": self._clock(),
         }
-        if model is None and not runtimes:
+        if model is None and not names:
             return found
-        name, runtime = self._models.get(model or next(iter(runtimes)), Runtime)
+        name = self._models.find(model or names[0], Runtime)
+        runtime = self._models.loaded.get(name)
+        if not isinstance(runtime, Runtime):
+            return {**found, "model": name}
+        first_id = (self._models.num_loads(name) - 1) * _STEPS_PER_LOAD
         running, waiting = runtime.occupancy
         caps = runtime.capabilities
         return {
@@ -63,7 +68,7 @@ class LiveView:
             "slots": caps.max_slots,
             "running": running,
             "waiting": waiting,
-            "steps": [_step(lane) for lane in _later(runtime.lanes, after_id)],
+            "steps": [_step(lane, first_id) for lane in _later(runtime.lanes, after_id - first_id)],
         }
 
 
@@ -93,9 +98,9 @@ def _later(lanes: Sequence[LaneRecord], after_id: int) -> Sequence[LaneRecord]:
     return [lane for lane in lanes if lane.step_id > after_id and lane.rows]
 
 
-def _step(lane: LaneRecord) -> dict[str, Any]:
+def _step(lane: LaneRecord, first_id: int) -> dict[str, Any]:
     return {
-        "id": lane.step_id,
+        "id": first_id + lane.step_id,
         "end_s": round(lane.end_s, 4),
         "ms": round(lane.step_ms, 2),
         "rows": [[*row[:-1], int(row.is_prompt)] for row in lane.rows],

@@ -112,7 +112,7 @@ class Server(uvicorn.Server):
         closing = asyncio.create_task(self._close_at_deadline())
         await super().shutdown(sockets)
         closing.cancel()
-        await asyncio.to_thread(self._models.close)
+        await self._models.close()
         await self._loading
 
     @contextlib.contextmanager
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
 
     async def _load(self) -> None:
         try:
-            await asyncio.to_thread(self._models.load)
+            await self._models.load()
         except Exception as error:
             self.load_error = error
             self.should_exit = True
@@ -146,7 +146,7 @@ class Server(uvicorn.Server):
     async def _close_at_deadline(self) -> None:
         await asyncio.sleep(self._options.drain_s)
         logger.warning("ending %d requests that are not done", len(self.server_state.tasks))
-        await asyncio.to_thread(self._models.close)
+        await self._models.close()
 
 
 def _protocol(options: ServerOptions) -> type[asyncio.Protocol]:

@@ -24,7 +24,7 @@ class Metrics:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._last_step: dict[str, int] = {}
+        self._last_step: dict[str, tuple[int, int]] = {}  # with the load that it belongs to
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self.requests = Counter(
@@ -63,6 +63,12 @@ class Metrics:
         self._accepted = Counter(
             "headrace_accepted_tokens", "Guessed rightly", model, registry=registry
         )
+        self._loads = Gauge(
+            "headrace_model_loads", "How often it was loaded", model, registry=registry
+        )
+        self._loaded = Gauge(
+            "headrace_model_loaded", "1 where it is in memory", model, registry=registry
+        )
         self._running = Gauge("headrace_running", "Answers with a slot", model, registry=registry)
         self._waiting = Gauge(
             "headrace_waiting", "Answers that wait for one", model, registry=registry
@@ -91,7 +97,9 @@ class Metrics:
     def read_steps(self) -> None:
         """Take in the steps that were run since the last time."""
         for model, runtime in self._runtimes():
-            last = self._last_step.get(model, -1)
+            load, last = self._last_step.get(model, (0, -1))
+            if load != self._models.num_loads(model):  # which counts its steps anew
+                load, last = self._models.num_loads(model), -1
             for record in runtime.steps:
                 if record.step_id <= last:
                     continue
@@ -100,13 +108,18 @@ class Metrics:
                 self._rows.labels(model).inc(record.num_rows)
                 self._drafted.labels(model).inc(record.drafted)
                 self._accepted.labels(model).inc(record.accepted)
-            self._last_step[model] = last
+            self._last_step[model] = load, last
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
         self.read_steps()
-        for model, runtime in self._runtimes():
-            running, waiting = runtime.occupancy
+        loaded = self._models.loaded
+        for model in self._models.names:
+            self._loads.labels(model).set(self._models.num_loads(model))
+            self._loaded.labels(model).set(model in loaded)
+        for model in self._models.names_of(Runtime):
+            runtime = loaded.get(model)
+            running, waiting = runtime.occupancy if isinstance(runtime, Runtime) else (0, 0)
             self._running.labels(model).set(running)
             self._waiting.labels(model).set(waiting)
         return generate_latest(self.registry)

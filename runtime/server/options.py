@@ -25,6 +25,7 @@ class ServerOptions:
         client_timeout_s: longest that a client may take to send a request, or take nothing.
         drain_s: how long answers may go on after SIGTERM.
         max_tokens: longest answer, also where a request names no limit; None is the context.
+        memory_bytes: for all models that are loaded together; None leaves it to the command.
 
     Raises:
         ConfigError: a value is wrong; names the option of the command.
@@ -39,6 +40,7 @@ class ServerOptions:
     client_timeout_s: float = 60.0
     drain_s: float = 30.0
     max_tokens: int | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -65,6 +67,7 @@ _CHECKS = {
     "max_body_bytes": integer(1024, 2**30),
     "max_buffer_bytes": integer(1024, 2**30),
     "max_tokens": integer(1, optional=True),
+    "memory_bytes": integer(1, optional=True),
     "client_timeout_s": positive,
     "drain_s": positive,
 }

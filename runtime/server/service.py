@@ -6,7 +6,7 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from headrace.runtime.api import Runtime
 from headrace.runtime.encoder.embedder import Embedder
 from headrace.runtime.server import generate
 from headrace.runtime.server.lanes import LiveView
+from headrace.runtime.server.leases import held_by
 from headrace.runtime.server.metrics import Metrics
 from headrace.runtime.server.models import Models
 from headrace.runtime.server.options import ServerOptions
@@ -34,6 +35,8 @@ from headrace.runtime.server.schema import (
 from headrace.runtime.server.stream import EventStream, unless_gone
 from headrace.runtime.server.tracing import Question, Tracing
 
+Kind = TypeVar("Kind", Runtime, Embedder)
+
 _READ_STEPS_S = 1.0
 
 
@@ -43,6 +46,7 @@ class Service:
     def __init__(self, models: Models, options: ServerOptions) -> None:
         self.models, self.options = models, options
         self.metrics = Metrics(models)
+        models.when_unloading(self.metrics.read_steps)
         self._live_view, self._tracing = LiveView(models), Tracing()
         self._embedding = asyncio.Lock()  # one call at a time has all threads
 
@@ -84,7 +88,7 @@ class Service:
         return JSONResponse(self._describe(name))
 
     async def chat(self, request: Request, body: ChatBody) -> Any:
-        name, runtime = self.models.get(body.model, Runtime)
+        name, runtime = await self._model(request, body.model, Runtime)
         config = generate.chat_config(body, self.options.max_tokens)
         streams = [
             generate.chat_deltas(
@@ -106,7 +110,7 @@ class Service:
         return await self._reply(request, body, reply, deltas)
 
     async def complete(self, request: Request, body: CompletionBody) -> Any:
-        name, runtime = self.models.get(body.model, Runtime)
+        name, runtime = await self._model(request, body.model, Runtime)
         config = generate.completion_config(body, self.options.max_tokens)
         prompts = generate.prompts_of(body)
         streams = [generate.completion_deltas(runtime, prompt, config) for prompt in prompts]
@@ -122,7 +126,7 @@ class Service:
 
     async def respond(self, request: Request, body: ResponsesBody) -> Any:
         chat = as_chat(body)
-        name, runtime = self.models.get(chat.model, Runtime)
+        name, runtime = await self._model(request, chat.model, Runtime)
         config = generate.chat_config(chat, self.options.max_tokens)
         messages = generate.plain_messages(chat.messages)
         streams = [generate.chat_deltas(runtime, messages, config, None, "auto")]
@@ -133,7 +137,7 @@ class Service:
         return JSONResponse(await unless_gone(request.receive, reply.whole(deltas)))
 
     async def embed(self, request: Request, body: EmbeddingBody) -> Response:
-        name, embedder = self.models.get(body.model, Embedder)
+        name, embedder = await self._model(request, body.model, Embedder)
         if body.dimensions not in (None, embedder.dim):
             message = f"vectors of {name} have {embedder.dim} dimensions"
             raise ApiError(400, message, param="dimensions")
@@ -160,13 +164,13 @@ class Service:
         return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
-        _, runtime = self.models.get(body.model, Runtime)
+        _, runtime = await self._model(request, body.model, Runtime)
         ids = await asyncio.to_thread(runtime.tokenizer.encode_prompt, body.prompt)
         limit = runtime.capabilities.context_tokens
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
-        _, runtime = self.models.get(body.model, Runtime)
+        _, runtime = await self._model(request, body.model, Runtime)
         vocab_size = runtime.capabilities.vocab_size
         if beyond := [token for token in body.tokens if not 0 <= token < vocab_size]:
             message = f"token {beyond[0]} is not one of the {vocab_size} of the vocabulary"
@@ -180,6 +184,24 @@ class Service:
         """The deltas of all streams, counted and traced."""
         counted = [self.metrics.observed(question.model, deltas) for deltas in streams]
         return self._tracing.followed(request.headers, question, generate.numbered(counted))
+
+    async def _model(
+        self, request: Request, name: str | None, kind: type[Kind]
+    ) -> tuple[str, Kind]:
+        """The model that a request asks for, and its name; it is there until the request ends.
+
+        Raises:
+            ApiError: as `Models.lease`.
+            ClientGoneError: the client left before it was there.
+        """
+
+        async def hold() -> tuple[str, Kind]:
+            lease = await self.models.lease(name, kind)
+            held_by(request).callback(lease.release)
+            assert isinstance(lease.model, kind)
+            return lease.name, lease.model
+
+        return await unless_gone(request.receive, hold())
 
     async def _reply(
         self,

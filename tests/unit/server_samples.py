@@ -18,8 +18,9 @@ from headrace.runtime.api import Runtime
 from headrace.runtime.core import StepPlan
 from headrace.runtime.server.app import make_app
 from headrace.runtime.server.listen import Server, listening_socket
-from headrace.runtime.server.models import Loader, Models
+from headrace.runtime.server.models import Models
 from headrace.runtime.server.options import ServerOptions
+from headrace.runtime.server.residents import Loader, Served
 
 WAIT_S = 60.0  # for what must happen; no test passes or fails by how long it takes
 
@@ -42,15 +43,26 @@ JSON = st.recursive(
 class Serving:
     """A server that runs.
 
+    Args:
+        served: what makes each model, with what is told of it where that matters.
+        budget_bytes, wait_s: see `Models`.
+
     Attributes:
         url: without a slash at its end.
         http: a client of its own.
         server, models: what it is made of.
     """
 
-    def __init__(self, loaders: Mapping[str, Loader], **options: Any) -> None:
+    def __init__(
+        self,
+        served: Mapping[str, Loader | Served],
+        budget_bytes: int | None = None,
+        wait_s: float = WAIT_S,
+        **options: Any,
+    ) -> None:
         self.options = ServerOptions(**options)
-        self.models = Models(loaders)
+        told = {n: s if isinstance(s, Served) else Served(s) for n, s in served.items()}
+        self.models = Models(told, budget_bytes, wait_s)
         self._listener = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.ready = threading.Event()
@@ -104,9 +116,9 @@ class Serving:
 
 
 @contextmanager
-def serving(loaders: Mapping[str, Loader], **options: Any) -> Iterator[Serving]:
+def serving(served: Mapping[str, Loader | Served], **options: Any) -> Iterator[Serving]:
     """A server with its models loaded; closed at the end."""
-    running = Serving(loaders, **options)
+    running = Serving(served, **options)
     try:
         yield running.wait()
     finally:

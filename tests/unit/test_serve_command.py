@@ -110,6 +110,9 @@ def test_mistakes(
     assert "there is no model" in complaint(capsys, 1, str(tmp_path / "nowhere"))
     assert "one model of the name tiny" in complaint(capsys, 2, folder, folder)
     assert "--max-requests=0" in complaint(capsys, 2, folder, "--max-requests", "0")
+    assert "--memory-bytes=0" in complaint(capsys, 2, folder, "--memory-bytes", "0")
+    line = complaint(capsys, 2, folder, "--memory-bytes", "5000")
+    assert "--memory-bytes=5000" in line and "which tiny takes alone" in line
     assert "--api-key" in complaint(capsys, 2, folder, "--api-key", "")
     assert "--cors-origin" in complaint(capsys, 2, folder, "--cors-origin", "*")
     assert "num_threads" in complaint(capsys, 2, folder, "--threads", "0", "--port", "0")

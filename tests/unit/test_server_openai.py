@@ -22,6 +22,7 @@ from tool_samples import ADD, SAY, make_runtime, writer
 
 from headrace.exporters.encoder_package import export_encoder
 from headrace.runtime import Embedder
+from headrace.runtime.server.residents import Served
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
@@ -43,13 +44,13 @@ def package(tiny_package: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def server(package: Path, encoder: Path) -> Iterator[Serving]:
-    loaders = {
+    served = {
         "tiny": package_model(package),
-        "minilm": lambda: Embedder.load(encoder, num_threads=1),
+        "minilm": Served(lambda: Embedder.load(encoder, num_threads=1), Embedder),
         "free": lambda: make_runtime("hermes"),
         "caller": lambda: make_runtime("hermes", writer(f"Well. {CALL}{CALL}")),
     }
-    with serving(loaders) as running:
+    with serving(served) as running:
         yield running
 
 

@@ -18,6 +18,7 @@ from tiny_bert import write_tiny_bert
 
 from headrace.exporters.encoder_package import export_encoder
 from headrace.runtime import Embedder
+from headrace.runtime.server.residents import Served
 
 # A body too large is refused before it is read, so what else is wrong with it stays unsaid.
 CONFIG = """
@@ -37,11 +38,11 @@ def server(
     folder = tmp_path_factory.mktemp("encoder")
     source = write_tiny_bert(folder / "source", max_seq_length=24)
     export_encoder(source, folder / "package", precision="fp32")
-    loaders = {
+    served = {
         "tiny": package_model(tiny_package("fp32")),
-        "minilm": lambda: Embedder.load(folder / "package", num_threads=1),
+        "minilm": Served(lambda: Embedder.load(folder / "package", num_threads=1), Embedder),
     }
-    with serving(loaders, max_tokens=2, max_body_bytes=100_000) as running:
+    with serving(served, max_tokens=2, max_body_bytes=100_000) as running:
         yield running
 
 

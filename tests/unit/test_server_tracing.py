@@ -13,6 +13,7 @@ from tiny_bert import write_tiny_bert
 
 from headrace.exporters.encoder_package import export_encoder
 from headrace.runtime import Embedder
+from headrace.runtime.server.residents import Served
 from headrace.runtime.server.tracing import Tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
@@ -63,7 +64,8 @@ def server(spans: Spans, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("encoder")
     export_encoder(write_tiny_bert(folder / "source"), folder / "minilm", precision="fp32")
     encoder = folder / "minilm"
-    with serving({"fake": fake_model(), "minilm": lambda: Embedder.load(encoder)}) as running:
+    minilm = Served(lambda: Embedder.load(encoder), Embedder)
+    with serving({"fake": fake_model(), "minilm": minilm}) as running:
         yield running
 
 

@@ -46,6 +46,7 @@ from headrace.runtime.sampling.candidates import (
     largest,
     log_normalizer,
     nucleus_candidates,
+    sole_candidate,
     weigh,
 )
 from headrace.runtime.sampling.penalties import Penalties, has_penalty
@@ -272,8 +273,12 @@ class Sampler:
     ) -> int:
         """`_draw_weighing_all` with weights that were computed elsewhere."""
         weights, sums = given.values, given.block_sums
-        if not 0.5 < float(sums.sum()) < 2.0:  # the logits are damaged: that will say how
+        total = float(sums.sum(dtype=np.float64))
+        if not 0.5 < total < 2.0:  # the logits are damaged: that will say how
             return self._draw_weighing_all(logits, inv_temperature, u)
+        sole = sole_candidate(weights, given.block_maxima, self.config.top_p * total)
+        if sole is not None:
+            return sole
         return self._draw_weighted(
             weights,
             sums,

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
-from sampling_samples import AMBIGUOUS, cases, make_sampler, plain_configs
+from hypothesis import strategies as st
+from sampling_samples import AMBIGUOUS, bell, cases, make_sampler, plain_configs
 
 from headrace.backends.base import Probabilities
 from headrace.runtime import Runtime
 from headrace.runtime.config import GenerationConfig
 from headrace.runtime.manifest import PROBABILITY_BLOCK
 from headrace.runtime.sampling import reference
-from headrace.runtime.sampling.candidates import Logits
+from headrace.runtime.sampling.candidates import Logits, sole_candidate
 
 
 @settings(max_examples=200)
@@ -38,6 +39,31 @@ def test_given_probabilities_draw_the_same(
         event("ambiguous: within 1e-6 of a boundary")
     else:
         assert token == slow.token_id
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.floats(0, 14).map(np.float32),
+    st.floats(0.05, 0.999),
+    st.integers(0, 699),
+)
+def test_a_token_that_is_the_whole_nucleus_is_drawn_without_a_search(
+    seed: int, lead: np.float32, top_p: float, ahead: int
+) -> None:
+    logits = bell(700, 1.0, seed)
+    logits[ahead] = logits.max() + lead
+    weights = np.exp(logits - logits[ahead])
+    given = in_blocks(weights / weights.sum())
+    config = GenerationConfig(temperature=1.0, top_p=top_p)
+    sole = sole_candidate(given.values, given.block_maxima, top_p)
+    share, needed = float(weights[ahead] / weights.sum()), max(top_p, 0.5) * (1 + 1e-5)
+    if abs(share - needed) > 1e-6:
+        assert sole == (ahead if share > needed else None)
+    slow = reference.sample(config, logits, [0], [], (), seed, 1)
+    token, _, _ = make_sampler(config, 700, seed=seed).sample(logits.copy(), 1, given)
+    assert token == slow.token_id or slow.margin < AMBIGUOUS
+    event("sole" if sole is not None else "several")
 
 
 def in_blocks(probabilities: Logits) -> Probabilities:

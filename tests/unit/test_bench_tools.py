@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import policies
 import pytest
 from dev import ROOT
 
@@ -90,6 +91,34 @@ def test_verification(tiny_package: PackageMaker, tmp_path: Path) -> None:
     assert same["category"] == "qa" and same["positions"] == other["positions"] > 10
     assert same["coupled"] == 1.0 and same["rejection"] == pytest.approx(1.0)
     assert 0 < same["greedy"] < 1 and other["coupled"] < 0.5
+
+
+def test_policies(tiny_package: PackageMaker, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"category": "echo", "turns": [text * 4]} for text in ("one two. ", "go on. ")]
+    prompts.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    sides = ["static", "plain", "fixed"]
+    found = bench(
+        "policies",
+        str(tiny_package("w8a8_row", "int8")),
+        str(prompts),
+        *("--sequences", "2", "--requests", "1", "--rounds", "1", "--sides", *sides),
+    )
+    (cell,) = found["cells"]
+    assert (cell["category"], cell["sequences"], cell["requests"]) == ("echo", 2, 2)
+    assert cell["best_fixed"] in (1, 2, 3, 4, 6, 8)
+    assert set(cell["sides"]) == {*sides, "policy"}
+    for side in cell["sides"].values():
+        assert all(value > 0 for value in side.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_loop"),
+    [("a b c d " * 20, True), ("yes " * 9, True), ("the quick brown fox jumps over it", False)],
+)
+def test_loops_are_found(text: str, is_loop: bool) -> None:
+    words = text.split()
+    assert policies.loops([words.index(word) for word in words]) == is_loop
 
 
 def test_memory(tiny_package: PackageMaker) -> None:

@@ -1,8 +1,9 @@
 """Who gets the rows of a step: the shipped policy against others, on one engine and its kernels.
 
-    python tools/bench/policies.py DIR PROMPTS.jsonl [--sequences 1,4,16] [--requests 2] [...]
+    python tools/bench/policies.py DIR PROMPTS.jsonl [...] [--sequences 1,4,16] [--requests 2] [...]
 
-A line of the file is `{"category": ..., "turns": [...]}` as in Spec-Bench. A cell is one category
+A line of a file is `{"category": ..., "turns": [...]}` as in Spec-Bench;
+editing_prompts.jsonl beside this script has work on a given text. A cell is one category
 with n sequences in flight; all its requests are there from the start, output lengths are drawn as
 chats have them (log-normal, median 64, sigma 1, from 16 to 512), greedy, and every side must write
 the same tokens. Prompts with an odd number tune (the best fixed length, and what drafters learn);
@@ -19,18 +20,23 @@ ratios are paired by cell and round, with a 95% interval of their geometric mean
     policy      what ships, from the own text alone: prompts come again
     cap N       what ships, without drafts for sequences above N nats (`--caps`)
 
-`--sides` leaves out all but those named and the policy.
+`--sides` leaves out all but those named and the policy; `--skip-loops` leaves out requests whose
+answers repeat themselves, as a small model's often do, and where guessing is no art. Ctrl-C ends a
+run early: what was measured by then is shown.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import geometric_mean, mean, stdev
+from statistics import mean
 from typing import Any
 
 import common
@@ -43,6 +49,7 @@ from policy_drafters import (
     OracleDrafter,
     ShuffledDrafter,
 )
+from policy_tables import entropy_table, table
 
 from headrace.backends.base import Backend, Capabilities
 from headrace.runtime.config import EngineConfig, GenerationConfig
@@ -72,6 +79,7 @@ class Outcome:
     written: dict[int, list[int]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
     window_ms: list[float] = field(default_factory=list)  # a token, over windows of 8 tokens
+    request_ms: list[float] = field(default_factory=list)  # a token, over each answer
 
     @property
     def tok_s(self) -> float:
@@ -98,6 +106,7 @@ class Loaded:
 
     def __init__(self, backend: Backend, caps: Capabilities) -> None:
         self._backend, self._caps = backend, caps
+        self.max_slots = caps.max_slots
         self.submit, self.collect = backend.submit, backend.collect
 
     def load(self) -> Capabilities:
@@ -112,30 +121,46 @@ class Loaded:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("package", type=Path, metavar="DIR")
-    parser.add_argument("prompts_file", type=Path, metavar="PROMPTS.jsonl")
+    parser.add_argument("prompts_files", type=Path, nargs="+", metavar="PROMPTS.jsonl")
     parser.add_argument("--sequences", type=common.numbers, default=(1, 4, 16), metavar="LIST")
     parser.add_argument("--requests", type=int, default=2, help="of a cell, for each sequence")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--caps", nargs="*", type=float, default=[], metavar="NATS")
     parser.add_argument("--sides", nargs="*", default=SIDES, choices=SIDES, metavar="SIDE")
     parser.add_argument("--only", nargs="*", default=[], metavar="CATEGORY")
+    parser.add_argument("--skip-loops", action="store_true")
     args = parser.parse_args()
-    prompts = read_prompts(args.prompts_file, args.package, 64)
+    prompts: dict[str, list[list[int]]] = {}
+    for file in args.prompts_files:
+        prompts |= read_prompts(file, args.package, 64)
     prompts = {c: p for c, p in prompts.items() if not args.only or c in args.only}
     loaded = Loaded(
         *common.load_backend(
             args.package, slots=max(args.sequences), context_tokens=8192, threads=args.threads
         )
     )
-    cells, bins = [], {}
-    for count in args.sequences:
-        drafters, best = tune(loaded, prompts, count, args.requests, args.caps, args.sides)
-        for category, ids in prompts.items():
-            jobs = make_jobs(ids[::2], count * args.requests, seed=1)
-            for number in range(args.rounds):
+    cells: list[dict[str, Any]] = []
+    tuned: dict[int, tuple[Drafters, int]] = {}
+    work: dict[tuple[int, str], list[Job]] = {}
+    with suppress(KeyboardInterrupt):
+        for number, count in itertools.product(range(args.rounds), args.sequences):
+            if count not in tuned:
+                tuned[count] = tune(loaded, prompts, count, args.requests, args.caps, args.sides)
+            drafters, best = tuned[count]
+            for category, ids in prompts.items():
+                if (count, category) not in work:
+                    jobs = make_jobs(ids[::2], count * args.requests, seed=1)
+                    work[count, category] = without_loops(loaded, jobs) if args.skip_loops else jobs
+                if not (jobs := work[count, category]):
+                    continue
                 sides = measure(loaded, drafters, jobs, count, number, args.sides)
-                cells.append({"sequences": count, "category": category, "fixed": best, **sides})
-        bins[count] = drafts_by_entropy(drafters["policy"])
+                cell = {"sequences": count, "category": category, "requests": len(jobs)}
+                cells.append({**cell, "best_fixed": best, "sides": sides})
+                speeds = {name: round(side["tok_s"]) for name, side in sides.items()}
+                print(f"{count} x {category}, tok/s: {speeds}", file=sys.stderr)
+    if not cells:
+        raise SystemExit("nothing was measured")
+    bins = {count: drafts_by_entropy(drafters["policy"]) for count, (drafters, _) in tuned.items()}
     lines = [*table(cells), "", *entropy_table(bins)]
     common.show(common.report({"cells": cells, "drafts": bins}), lines, as_json=args.json)
 
@@ -144,6 +169,17 @@ def make_jobs(prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[J
     rng = random.Random(seed)
     lengths = [min(max(round(rng.lognormvariate(math.log(64), 1)), 16), 512) for _ in range(count)]
     return [Job(tuple(prompts[i % len(prompts)]), n) for i, n in enumerate(lengths)]
+
+
+def without_loops(loaded: Loaded, jobs: list[Job]) -> list[Job]:
+    written = run(loaded, None, jobs, loaded.max_slots).written
+    return [job for i, job in enumerate(jobs) if not loops(written[i])]
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether more than half of the text's runs of four tokens have been there before."""
+    runs = list(zip(*(token_ids[i:] for i in range(4)), strict=False))
+    return len(set(runs)) < 0.5 * len(runs)
 
 
 def tune(
@@ -203,14 +239,18 @@ def measure(
         else:
             outcome = run(loaded, sides[name], jobs, count)
         assert outcome.written == plain.written, f"{name} changed an answer"
-        windows = sorted(outcome.window_ms)
         found[name] = {
             "tok_s": outcome.tok_s,
             "mean_latency_s": mean(outcome.latencies_s),
-            "p99_window_ms": windows[int(0.99 * (len(windows) - 1))],
+            "p99_window_ms": _p99(outcome.window_ms),
+            "p99_request_ms": _p99(outcome.request_ms),
             "steps_per_token": outcome.num_steps / outcome.num_tokens,
         }
     return found
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 def run(loaded: Loaded, drafter: Drafter | None, jobs: Sequence[Job], count: int) -> Outcome:
@@ -238,6 +278,7 @@ def run(loaded: Loaded, drafter: Drafter | None, jobs: Sequence[Job], count: int
     outcome.num_steps = sum(step.num_rows > 0 for step in engine.steps)
     outcome.latencies_s = [stamps[-1] for stamps in times.values()]
     for stamps in times.values():
+        outcome.request_ms.append(1000 * (stamps[-1] - stamps[0]) / (len(stamps) - 1))
         spans = zip(stamps, stamps[WINDOW_TOKENS:], strict=False)
         outcome.window_ms += [1000 * (last - first) / WINDOW_TOKENS for first, last in spans]
     return outcome
@@ -260,69 +301,14 @@ def run_static(loaded: Loaded, jobs: Sequence[Job], count: int, *, keep_rows: bo
         total.num_tokens += sum(job.num_tokens for job in batch)
         total.num_steps += part.num_steps
         total.window_ms += part.window_ms
+        total.request_ms += part.request_ms
     return total
-
-
-def table(cells: list[dict[str, Any]]) -> list[str]:
-    """Speed of the policy against each other side, by number of sequences."""
-    sides = [name for name in SIDES if name in cells[0]]
-    sides += [name for name in cells[0] if name.startswith("cap ")]
-    lines = [f"{'policy against':24}" + "".join(f"{side:>17}" for side in sides)]
-    for count in sorted({cell["sequences"] for cell in cells}):
-        chosen = [cell for cell in cells if cell["sequences"] == count]
-        for measure_name, title in (
-            ("tok_s", "tok/s"),
-            ("mean_latency_s", "mean latency"),
-            ("p99_window_ms", "P99 window"),
-            ("steps_per_token", "weight passes"),
-        ):
-            texts = []
-            for side in sides:
-                ratios = [c["policy"][measure_name] / c[side][measure_name] for c in chosen]
-                texts.append(interval(ratios) if measure_name == "tok_s" else f"{middle(ratios)}")
-            lines.append(f"{count:3} x {title:18}" + "".join(f"{text:>17}" for text in texts))
-    categories = sorted({cell["category"] for cell in cells})
-    for category in categories if "plain" in sides else ():
-        chosen = [cell for cell in cells if cell["category"] == category]
-        texts = [
-            f"{count}: {middle([_speedup(c) for c in chosen if c['sequences'] == count])}"
-            for count in sorted({cell["sequences"] for cell in chosen})
-        ]
-        lines.append(f"{category:20} policy/plain  " + "  ".join(texts))
-    return lines
-
-
-def _speedup(cell: dict[str, Any]) -> float:
-    return float(cell["policy"]["tok_s"] / cell["plain"]["tok_s"])
-
-
-def middle(ratios: Sequence[float]) -> str:
-    return f"{geometric_mean(ratios):.3f}"
-
-
-def interval(ratios: Sequence[float]) -> str:
-    """Geometric mean and its 95% interval, by the normal approximation on logarithms."""
-    logs = [math.log(ratio) for ratio in ratios]
-    half = 1.96 * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-    low, high = (math.exp(mean(logs) + sign * half) for sign in (-1, 1))
-    return f"{math.exp(mean(logs)):.2f} ({low:.2f}-{high:.2f})"
 
 
 def drafts_by_entropy(drafter: Drafter | None) -> list[dict[str, int]]:
     assert isinstance(drafter, CountingDrafter)
     bins = range(len(ENTROPY_EDGES_NATS) + 1)
     return [{"drafted": drafter.drafted[b], "accepted": drafter.accepted[b]} for b in bins]
-
-
-def entropy_table(found: dict[int, list[dict[str, int]]]) -> list[str]:
-    edges = ["0", *map(str, ENTROPY_EDGES_NATS), "inf"]
-    lines = ["accepted / drafted by entropy of the token before (nats)"]
-    for count, bins in found.items():
-        texts = [
-            f"{edges[i]}-{edges[i + 1]}: {b['accepted']}/{b['drafted']}" for i, b in enumerate(bins)
-        ]
-        lines.append(f"{count:3}  " + "  ".join(texts))
-    return lines
 
 
 if __name__ == "__main__":

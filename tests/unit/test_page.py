@@ -296,6 +296,18 @@ def test_what_goes_wrong_is_said(page: Page) -> None:
     page.complaints()
 
 
+def test_the_end_of_an_answer_is_in_sight(page: Page, server: Serving) -> None:
+    page.look(390)
+    clear(page.open(server.url))
+    for _ in range(4):
+        page.ask("a long line without an end " * 6)
+    bottoms = "return ['#scroller', '.message:last-child footer'].map(selector =>"
+    bottoms += " document.querySelector(selector).getBoundingClientRect().bottom)"
+    scroller, footer = page.run(bottoms)
+    assert page.run("return document.querySelector('#scroller').scrollTop") > 0
+    assert footer <= scroller
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_widths_and_schemes(page: Page, server: Serving, width: int) -> None:
     clear(page.open(server.url))

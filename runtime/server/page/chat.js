@@ -35,19 +35,26 @@ export class ChatView {
 
   /** Tokens that an answer was given, the first of which has this index. */
   grow(index, tokens, first) {
-    const { scrollHeight, scrollTop, clientHeight } = this.#scroller;
-    const follows = scrollHeight - scrollTop - clientHeight < 60;
     const text = this.#list.children[index].querySelector(".text");
-    text.append(...tokens.map((token, i) => tokenElement(token, first + i)));
-    if (follows) this.#scroller.scrollTop = this.#scroller.scrollHeight;
+    const added = tokens.map((token, i) => tokenElement(token, first + i));
+    this.#following(() => text.append(...added));
   }
 
   /** An answer has begun or ended. */
   settle(index, message) {
     const article = this.#list.children[index];
-    article.querySelector("footer").replaceWith(this.#footer(message, index));
+    const footer = this.#footer(message, index);
+    this.#following(() => article.querySelector("footer").replaceWith(footer));
     article.classList.toggle("busy", Boolean(message.busy));
     this.#list.setAttribute("aria-busy", Boolean(message.busy));
+  }
+
+  /** Change what is shown; who looks at the end goes on to. */
+  #following(change) {
+    const { scrollHeight, scrollTop, clientHeight } = this.#scroller;
+    const follows = scrollHeight - scrollTop - clientHeight < 60;
+    change();
+    if (follows) this.#scroller.scrollTop = this.#scroller.scrollHeight;
   }
 
   #article(message, index) {

@@ -11,7 +11,6 @@ calls that return at once (`submit`, `stream`, `astream`) raise QueueFullError.
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -34,7 +33,7 @@ from headrace.runtime.prompts import (
     split_prompts,
 )
 from headrace.runtime.session import Session, read_session, write_session
-from headrace.runtime.waiting import aiterate, arun_all, iterate, run_all
+from headrace.runtime.waiting import iterate, run_all
 from headrace.runtime.worker import Listener, RequestHandle, Worker
 
 _EXIT_TIMEOUT_S = 5.0
@@ -268,20 +267,24 @@ class Runtime:
         self, prompts: Any, config: GenerationConfig | None = None, **overrides: Any
     ) -> Completion | list[Completion]:
         """`generate` for asyncio. Cancelling the task cancels the requests."""
+        from headrace.runtime.waiting_async import arun_all, to_thread
+
         merged = self._merge(config, overrides)
         is_single, items = split_prompts(prompts)
         if is_single:
-            request = await asyncio.to_thread(self._preparer.request, items[0], merged)
+            request = await to_thread(self._preparer.request, items[0], merged)
             return (await arun_all(self._worker, [request]))[0]
-        requests = await asyncio.to_thread(self._preparer.requests, items, merged)
+        requests = await to_thread(self._preparer.requests, items, merged)
         return await arun_all(self._worker, requests)
 
     async def astream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
     ) -> AsyncGenerator[TokenDelta, None]:
         """`stream` for asyncio; every error comes at the first step of the iteration."""
+        from headrace.runtime.waiting_async import aiterate, to_thread
+
         merged = self._merge(config, overrides)
-        request = await asyncio.to_thread(self._preparer.request, prompt, merged)
+        request = await to_thread(self._preparer.request, prompt, merged)
         async with aclosing(aiterate(self._worker, request)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -321,10 +324,10 @@ class Runtime:
         **overrides: Any,
     ) -> Completion | AsyncGenerator[TokenDelta, None]:
         """`chat` for asyncio: `await` gives the completion or, with `stream`, an iterator."""
+        from headrace.runtime.waiting_async import aiterate, arun_all, to_thread
+
         merged = self._merge(config, overrides)
-        request = await asyncio.to_thread(
-            self._preparer.chat_request, messages, merged, tools, tool_choice
-        )
+        request = await to_thread(self._preparer.chat_request, messages, merged, tools, tool_choice)
         if stream:
             return aiterate(self._worker, request)
         return (await arun_all(self._worker, [request]))[0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class LoopClosedError(RuntimeError):

@@ -7,7 +7,6 @@ The thread blocks in C when there is nothing to do. Callers never touch the engi
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import queue
@@ -15,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.runtime.answer import Request, StepEvent
 from headrace.runtime.completion import Choice, ChoiceBuilder, Completion, TokenDelta
@@ -23,6 +22,9 @@ from headrace.runtime.engine import Engine
 from headrace.runtime.errors import EngineClosedError, QueueFullError
 from headrace.runtime.mailbox import LoopClosedError, Mailbox
 from headrace.runtime.pipeline import step_in_order, step_overlapped
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = logging.getLogger(__name__)
 

@@ -198,6 +198,7 @@ def test_permissions_for_foreign_packages_are_used() -> None:
         ("scheduling.scheduler", ("numpy", "onnxruntime", "tokenizers")),
         ("scheduling.fairness", ("numpy", "onnxruntime", "tokenizers")),
         ("scheduling.slots", ("numpy", "onnxruntime", "tokenizers")),
+        ("api", ("onnxruntime", "asyncio", "ssl")),
         ("cli", ("numpy", "onnxruntime", "tokenizers", "jinja2")),
         ("child.entry", ("numpy", "onnxruntime", "tokenizers", "jinja2", "psutil")),
     ],

@@ -91,6 +91,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 8.0,
+            "attention_factor": 1.3,
             "original_max_position_embeddings": 16,
         },
     },

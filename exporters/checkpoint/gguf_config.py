@@ -155,7 +155,7 @@ def read_config(
         num_key_value_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position_embeddings=size("context_length"),
-        rope_scaling=_rope_scaling(metadata, prefix),
+        rope_scaling=_rope_scaling(metadata, prefix, architecture),
         tie_word_embeddings="output.weight" not in tensors,
         **{key: metadata.number(f"{prefix}.{n}") for n, key in architecture.numbers.items()},
         **{
@@ -178,7 +178,9 @@ def read_config(
     return config
 
 
-def _rope_scaling(metadata: GgufMetadata, prefix: str) -> dict[str, object] | None:
+def _rope_scaling(
+    metadata: GgufMetadata, prefix: str, architecture: GgufArchitecture
+) -> dict[str, object] | None:
     def number(key: str) -> float | None:
         return metadata.maybe_number(f"{prefix}.rope.{key}")
 
@@ -197,7 +199,10 @@ def _rope_scaling(metadata: GgufMetadata, prefix: str) -> dict[str, object] | No
         scaling["beta_fast"] = number("scaling.yarn_beta_fast") or 32.0
         scaling["beta_slow"] = number("scaling.yarn_beta_slow") or 1.0
         grown = 1 + 0.1 * math.log(max(factor, 1.0))  # llama.cpp multiplies the two
-        scaling["attention_factor"] = grown * (number("scaling.attn_factor") or 1.0)
+        stored = number("scaling.attn_factor")
+        if stored is None or not architecture.stores_whole_attention_factor:
+            stored = grown * (stored or 1.0)
+        scaling["attention_factor"] = stored
     return scaling
 
 

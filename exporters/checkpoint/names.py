@@ -27,6 +27,8 @@ class GgufArchitecture:
         gain_offset: the converter added this to gains of norms.
         present: config keys that are true where the file has a tensor.
         slides: a metadata key, likewise, with a flag for each layer: it sees only a window.
+        stores_whole_attention_factor: the converter writes that of YaRN as config.json has it, not
+            what is to be multiplied with the usual one.
         windowed: the family that the file is of where it says how wide windows of attention are.
         config: extra config.json keys with fixed values.
     """
@@ -44,6 +46,7 @@ class GgufArchitecture:
     gain_offset: float = 0.0
     present: Mapping[str, str] = field(default_factory=dict)
     slides: str | None = None
+    stores_whole_attention_factor: bool = False
     windowed: GgufArchitecture | None = None
     config: Mapping[str, object] = field(default_factory=dict)
 
@@ -149,6 +152,7 @@ _OLMO3 = GgufArchitecture(
     numbers=_RMS,
     maybe_numbers=_WINDOW,
     slides="attention.sliding_window_pattern",
+    stores_whole_attention_factor=True,
     present=_BIAS,
     config=_SILU,
 )

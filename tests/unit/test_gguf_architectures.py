@@ -53,6 +53,7 @@ def _gemma3(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 
 def _olmo3(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     _yarn(writer, config)
+    writer.add_rope_scaling_attn_factors(config["rope_scaling"]["attention_factor"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_sliding_window(config["sliding_window"])
 

@@ -132,8 +132,10 @@ class Sampler:
         )
         self._top_k = config.top_k if config.top_k < scratch.vocab_size else 0
         self._weighs_all = self._top_k == 0 and (config.top_p < 1.0 or config.min_p == 0.0)
-        plain = self._penalties is None and not self._bias_ids.size and not config.min_new_tokens
-        wanted = self._weighs_all and plain and matcher is None
+        adjusts = self._penalties is not None or self._bias_ids.size or config.min_new_tokens
+        plain = not adjusts and matcher is None
+        self._takes_best = plain and self._inv_temperature is None and config.logprobs is None
+        wanted = self._weighs_all and plain
         inverse = self._inv_temperature or 0.0
         # A graph takes it in float32, and computes nothing for what is 0 there.
         usable = wanted and inverse >= np.finfo(np.float32).tiny
@@ -192,6 +194,8 @@ class Sampler:
             BackendError: the logits hold NaN or plus infinity, or are all minus infinity.
         """
         assert logits.shape == (self._scratch.vocab_size,)
+        if self._takes_best:  # most requests; what follows comes to the same
+            return self._best(logits), None, ()
         with np.errstate(over="ignore", invalid="ignore"):
             if self.config.logprobs is None:
                 return self._draw(logits, position, probabilities, draft), None, ()

@@ -86,7 +86,7 @@ def _within(u: float, total: float) -> float:
 
 
 def nucleus_candidates(
-    weights: Logits, sums: NDArray[np.float32], top_p: float, at_least: Callable[[float], Ids]
+    weights: Logits, total: float, top_p: float, at_least: Callable[[float], Ids]
 ) -> tuple[Ids, float]:
     """Tokens that include the nucleus, and the weight of the others.
 
@@ -94,7 +94,6 @@ def nucleus_candidates(
     weights come to `top_p` of the total, the nucleus is among them. The last bound needs no such
     check: tokens below (1 - top_p) / V together have less than the 1 - top_p that may be left out.
     """
-    total = float(sums.sum(dtype=np.float64))
     for divisor in (512, 16 * 512, 2 * max(weights.size, 16 * 512)):
         ids = at_least(total * (1.0 - top_p) / divisor)
         inside = float(weights[ids].sum(dtype=np.float64))

@@ -263,9 +263,11 @@ class Sampler:
             shift = float(logits[self._best(logits)])
             sums = weigh(logits, shift, inv_temperature, self._scratch)
         scratch = self._scratch
-        return self._draw_weighted(
+        if self.config.top_p == 1.0:
+            return draw_by_id(scratch.weights, sums, u)
+        return self._draw_nucleus(
             scratch.weights,
-            sums,
+            float(sums.sum(dtype=np.float64)),
             lambda bound: at_least(scratch.weights, bound, scratch),
             logits,
             inv_temperature,
@@ -280,36 +282,36 @@ class Sampler:
         total = float(sums.sum(dtype=np.float64))
         if not 0.5 < total < 2.0:  # the logits are damaged: that will say how
             return self._draw_weighing_all(logits, inv_temperature, u)
+        if self.config.top_p == 1.0:
+            return draw_by_id(weights, sums, u)
         sole = sole_candidate(weights, given.block_maxima, self.config.top_p * total)
         if sole is not None:
             return sole
-        return self._draw_weighted(
+        return self._draw_nucleus(
             weights,
-            sums,
+            total,
             lambda bound: at_least_in_blocks(weights, given.block_maxima, bound),
             logits,
             inv_temperature,
             u,
         )
 
-    def _draw_weighted(
+    def _draw_nucleus(
         self,
         weights: Logits,
-        sums: Logits,
+        total: float,
         at_least: Callable[[float], Ids],
         logits: Logits,
         inv_temperature: float,
         u: float,
     ) -> int:
-        """Draw by weights that are proportional to the probabilities.
+        """Draw by weights that are proportional to the probabilities, with a top_p below 1.
 
         Args:
-            sums: of the weights, by block.
+            total: of the weights.
             at_least: finds the tokens whose weight is at or above a bound.
         """
-        if self.config.top_p == 1.0:
-            return draw_by_id(weights, sums, u)
-        ids, rest = nucleus_candidates(weights, sums, self.config.top_p, at_least)
+        ids, rest = nucleus_candidates(weights, total, self.config.top_p, at_least)
         ids = descending(logits, ids)
         rest /= float(weights[ids[0]])
         return draw_candidate(logits, ids, rest, inv_temperature, self.config, u)

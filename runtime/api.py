@@ -267,24 +267,28 @@ class Runtime:
         self, prompts: Any, config: GenerationConfig | None = None, **overrides: Any
     ) -> Completion | list[Completion]:
         """`generate` for asyncio. Cancelling the task cancels the requests."""
-        from headrace.runtime.waiting_async import arun_all, to_thread
+        import asyncio
+
+        from headrace.runtime.waiting_async import arun_all
 
         merged = self._merge(config, overrides)
         is_single, items = split_prompts(prompts)
         if is_single:
-            request = await to_thread(self._preparer.request, items[0], merged)
+            request = await asyncio.to_thread(self._preparer.request, items[0], merged)
             return (await arun_all(self._worker, [request]))[0]
-        requests = await to_thread(self._preparer.requests, items, merged)
+        requests = await asyncio.to_thread(self._preparer.requests, items, merged)
         return await arun_all(self._worker, requests)
 
     async def astream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **overrides: Any
     ) -> AsyncGenerator[TokenDelta, None]:
         """`stream` for asyncio; every error comes at the first step of the iteration."""
-        from headrace.runtime.waiting_async import aiterate, to_thread
+        import asyncio
+
+        from headrace.runtime.waiting_async import aiterate
 
         merged = self._merge(config, overrides)
-        request = await to_thread(self._preparer.request, prompt, merged)
+        request = await asyncio.to_thread(self._preparer.request, prompt, merged)
         async with aclosing(aiterate(self._worker, request)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -324,10 +328,14 @@ class Runtime:
         **overrides: Any,
     ) -> Completion | AsyncGenerator[TokenDelta, None]:
         """`chat` for asyncio: `await` gives the completion or, with `stream`, an iterator."""
-        from headrace.runtime.waiting_async import aiterate, arun_all, to_thread
+        import asyncio
+
+        from headrace.runtime.waiting_async import aiterate, arun_all
 
         merged = self._merge(config, overrides)
-        request = await to_thread(self._preparer.chat_request, messages, merged, tools, tool_choice)
+        request = await asyncio.to_thread(
+            self._preparer.chat_request, messages, merged, tools, tool_choice
+        )
         if stream:
             return aiterate(self._worker, request)
         return (await arun_all(self._worker, [request]))[0]

@@ -7,7 +7,6 @@ module of its own as asyncio, with the TLS that it imports, is 5 MB that most pr
 from __future__ import annotations
 
 import asyncio
-from asyncio import to_thread
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,8 +15,6 @@ from headrace.runtime.answer import Request
 from headrace.runtime.completion import Completion, TokenDelta
 from headrace.runtime.errors import QueueFullError
 from headrace.runtime.worker import Listener, RequestHandle, Worker
-
-__all__ = ["aiterate", "arun_all", "to_thread"]
 
 
 async def arun_all(worker: Worker, requests: Sequence[Request]) -> list[Completion]:

@@ -25,13 +25,7 @@ from headrace.runtime.footprint import Footprint, decoder_footprint, encoder_foo
 from headrace.runtime.grammar.matcher import GrammarCompiler
 from headrace.runtime.machine.hardware import probe_hardware
 from headrace.runtime.machine.memory import trim_heap
-from headrace.runtime.manifest import (
-    ENCODER_KIND,
-    Manifest,
-    package_path,
-    read_manifest,
-    read_raw_manifest,
-)
+from headrace.runtime.manifest import Manifest, is_encoder_package, package_path, read_manifest
 from headrace.runtime.pipeline import ThreadedBackend
 from headrace.runtime.text import TextStream
 from headrace.runtime.tokenizer import Tokenizer
@@ -163,8 +157,7 @@ def package_footprint(folder: Path, device: str, config: EngineConfig) -> Footpr
         PackageError: it cannot be read.
         ConfigError, BackendUnavailableError: there is no such target or device.
     """
-    raw, _ = read_raw_manifest(folder)
-    if raw.get("kind") == ENCODER_KIND:
+    if is_encoder_package(folder):
         targets = [t for t in read_encoder_manifest(folder).targets if t.device == "cpu"]
         return encoder_footprint(targets[0]) if targets else Footprint(0)
     manifest = read_manifest(folder)

@@ -244,6 +244,15 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
+def is_encoder_package(folder: Path) -> bool:
+    """Whether `encoder.manifest` reads this package, and not `read_manifest`.
+
+    Raises:
+        PackageError: as `read_raw_manifest`.
+    """
+    return bool(read_raw_manifest(folder)[0].get("kind") == ENCODER_KIND)
+
+
 def read_manifest(folder: Path, *, verify_hashes: bool = False) -> Manifest:
     """Read and check a package.
 

@@ -14,8 +14,8 @@ from headrace.runtime.manifest import (
     HEAD_MATRIX,
     ModelInfo,
     TargetInfo,
+    is_encoder_package,
     read_manifest,
-    read_raw_manifest,
 )
 
 _KV_TOKENS = 2048
@@ -27,7 +27,7 @@ def summarize(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     Raises:
         PackageError: it cannot be read, or with `verify` was changed.
     """
-    if read_raw_manifest(folder)[0].get("kind") == ENCODER_KIND:
+    if is_encoder_package(folder):
         return summarize_encoder(folder, verify=verify)
     manifest = read_manifest(folder, verify_hashes=verify)
     return {

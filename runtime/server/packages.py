@@ -13,7 +13,7 @@ from headrace.runtime.encoder.embedder import Embedder
 from headrace.runtime.errors import ConfigError
 from headrace.runtime.factory import load_embedder, load_runtime, package_footprint
 from headrace.runtime.footprint import divide
-from headrace.runtime.manifest import ENCODER_KIND, read_raw_manifest
+from headrace.runtime.manifest import is_encoder_package
 from headrace.runtime.server.residents import Served
 
 
@@ -62,7 +62,6 @@ def served_packages(
 
 
 def _served(folder: Path, device: str, config: EngineConfig, need_bytes: int) -> Served:
-    raw, _ = read_raw_manifest(folder)
-    if raw.get("kind") == ENCODER_KIND:
+    if is_encoder_package(folder):
         return Served(lambda: load_embedder(folder, config.num_threads), Embedder, need_bytes)
     return Served(lambda: load_runtime(folder, device, config), Runtime, need_bytes)

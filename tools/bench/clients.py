@@ -28,7 +28,6 @@ import common
 import httpx2
 import psutil
 from http_clients import Tally, ask, leave, leave_unheard, read_slowly, send_nonsense
-from load import percentile
 
 MAX_GROWTH = 0.03
 MAX_RATIO = 2.0
@@ -213,7 +212,7 @@ def summary(name: str, tallies: list[Tally], alone: dict[int, str]) -> dict[str,
         + sum(not alone[number].startswith(text) for number, text in begun),
         "refused": sum((tally.refused for tally in tallies), Counter()),
         "broken": [text for tally in tallies for text in tally.broken],
-        "first_token_s": [percentile(first_s, p) for p in (50, 99)],
+        "first_token_s": [common.percentile(first_s, p) for p in (50, 99)],
     }
 
 

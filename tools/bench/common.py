@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,12 @@ def named_package(text: str) -> tuple[str, Path]:
     """`NAME=DIR`, or a folder, whose name it takes."""
     name, equals, folder = text.partition("=")
     return (name, Path(folder)) if equals else (Path(text).name, Path(text))
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """NaN of nothing."""
+    ordered = sorted(values)
+    return ordered[round(percent / 100 * (len(ordered) - 1))] if ordered else math.nan
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -152,8 +152,8 @@ def summary(runtime: Runtime, requests: list[Served]) -> dict[str, Any]:
     return {
         "requests": len(requests),
         "refused": len(requests) - len(served),
-        "first_token_s": [percentile([one.first_s for one in served], p) for p in (50, 99)],
-        "token_ms": [percentile([one.token_ms for one in served], p) for p in (50, 99)],
+        "first_token_s": [common.percentile([one.first_s for one in served], p) for p in (50, 99)],
+        "token_ms": [common.percentile([one.token_ms for one in served], p) for p in (50, 99)],
         "most_waited_steps": steps,
         "rss_bytes": psutil.Process().memory_info().rss,
         "failures": failures,
@@ -168,11 +168,6 @@ def with_longest(served: list[Served]) -> list[tuple[Served, list[int]]]:
             longest.get(one.job.prompt_ids, []), one.token_ids, key=len
         )
     return [(one, longest[one.job.prompt_ids][: len(one.token_ids)]) for one in served]
-
-
-def percentile(values: list[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[round(percent / 100 * (len(ordered) - 1))] if ordered else math.nan
 
 
 def table(cells: list[dict[str, Any]]) -> list[str]:

@@ -242,15 +242,11 @@ def measure(
         found[name] = {
             "tok_s": outcome.tok_s,
             "mean_latency_s": mean(outcome.latencies_s),
-            "p99_window_ms": _p99(outcome.window_ms),
-            "p99_request_ms": _p99(outcome.request_ms),
+            "p99_window_ms": common.percentile(outcome.window_ms, 99),
+            "p99_request_ms": common.percentile(outcome.request_ms, 99),
             "steps_per_token": outcome.num_steps / outcome.num_tokens,
         }
     return found
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 def run(loaded: Loaded, drafter: Drafter | None, jobs: Sequence[Job], count: int) -> Outcome:

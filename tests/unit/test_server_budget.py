@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx2
 from engine_samples import make_runtime, speller
-from server_samples import WAIT_S, Serving, assert_error, fake_model, serving
-from test_server_clients import GatedBackend, is_idle, num_working, raw_request, until
+from server_samples import WAIT_S, GatedBackend, Serving, assert_error, fake_model, serving
+from test_server_clients import is_idle, num_working, raw_request, until
 
 from headrace.backends.fake import FakeBackend
 from headrace.runtime.api import Runtime

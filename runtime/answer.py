@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,7 +10,15 @@ from headrace.backends.base import StepOutput
 from headrace.runtime.chat.tool_calls import ToolCall
 from headrace.runtime.completion import TokenDelta
 from headrace.runtime.config import GenerationConfig
-from headrace.runtime.core import FinishReason, Row, RowResult, SampledToken, Sequence
+from headrace.runtime.core import (
+    FinishReason,
+    Row,
+    RowResult,
+    SampledToken,
+    Sequence,
+    TokenAlternative,
+)
+from headrace.runtime.sampling.likely import Wanted, draw_likely
 from headrace.runtime.sampling.sampler import Sampler
 
 
@@ -51,25 +59,28 @@ class Answer:
     new_text: str = ""
     error: Exception | None = None
 
-    def take(self, row: Row, output: StepOutput, line: int) -> RowResult:
+    def take(self, row: Row, output: StepOutput, line: int, drawn: Mapping[int, int]) -> RowResult:
         """`draw` a row of a plan, if it has logits; what goes wrong in it ends the answer."""
         finish: FinishReason | None = None
         self.sampled = ()
         if row.num_logits:
             try:
-                finish = self.draw(row, output, line)
+                finish = self.draw(row, output, line, drawn)
             except Exception as error:  # a request fails alone, whatever it was
                 self.error, finish = error, FinishReason.ERROR
         result = RowResult(row.seq_id, self.sampled, finish)
         self.num_accepted = result.num_accepted(row.drafts)
         return result
 
-    def draw(self, row: Row, output: StepOutput, line: int) -> FinishReason | None:
+    def draw(
+        self, row: Row, output: StepOutput, line: int, drawn: Mapping[int, int]
+    ) -> FinishReason | None:
         """Draw and accept tokens as long as they are what was drafted; STOP where one ends the
         answer. A stop string is found later, by `read`.
 
         Args:
             line: of the output, where the row's logits begin.
+            drawn: tokens by line that are known already (`drawn_together`).
 
         Raises:
             whatever the sampler raises; `sampled` has what was accepted before.
@@ -77,10 +88,11 @@ class Answer:
         sampler, sequence, drafts = self.sampler, self.sequence, row.drafts
         sampled = list[SampledToken]()
         for i in range(row.num_logits):
-            given = None if output.probabilities is None else output.probabilities.rows(line + i)
-            position = len(sequence.tokens) + i
             draft = drafts[i] if i < len(drafts) else None
-            token_id, logprob, top = sampler.sample(output.logits[line + i], position, given, draft)
+            known = drawn.get(line + i)
+            token_id, logprob, top = (
+                self._sample(i, output, line + i, draft) if known is None else (known, None, ())
+            )
             sampler.accept(token_id)
             entropy_nats = float(output.entropy_nats[line + i])
             sampled.append(SampledToken(token_id, entropy_nats, logprob, top))
@@ -94,6 +106,14 @@ class Answer:
                 break
         sequence.forced = sampler.forced
         return None
+
+    def _sample(
+        self, index: int, output: StepOutput, line: int, draft: int | None
+    ) -> tuple[int, float | None, tuple[TokenAlternative, ...]]:
+        """Draw the token behind `index` others of this step."""
+        given = None if output.probabilities is None else output.probabilities.rows(line)
+        position = len(self.sequence.tokens) + index
+        return self.sampler.sample(output.logits[line], position, given, draft)
 
     def read(self) -> bool:
         """Make text of what was drawn; True where a stop string ends the answer. What was drawn
@@ -145,6 +165,26 @@ class Answer:
             prompt_tokens=len(self.request.prompt_ids),
             cached_tokens=self.sequence.found_len,
         )
+
+
+def drawn_together(
+    rows: Iterable[Row], answers: Iterable[Answer | None], output: StepOutput
+) -> dict[int, int]:
+    """Tokens by line of the output, as far as they are found for all rows at once. Behind a draft
+    that turns out wrong they mean nothing.
+
+    Args:
+        answers: of the rows; None where nobody waits for it any more.
+    """
+    if output.probabilities is None:
+        return {}
+    wanted, line = list[Wanted](), 0
+    for row, answer in zip(rows, answers, strict=True):
+        if answer is not None and answer.sampler.draws_likely:
+            sampler, position = answer.sampler, len(answer.sequence.tokens)
+            wanted += [Wanted(sampler, line + i, position + i) for i in range(row.num_logits)]
+        line += row.num_logits
+    return draw_likely(wanted, output.logits, output.probabilities) if wanted else {}
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from headrace.backends.base import Backend, StepOutput
 from headrace.runtime.admission import engine_limits
-from headrace.runtime.answer import Answer, Request, StepEvent, Text
+from headrace.runtime.answer import Answer, Request, StepEvent, Text, drawn_together
 from headrace.runtime.config import EngineConfig, GenerationConfig
 from headrace.runtime.core import (
     FinishReason,
@@ -327,12 +327,13 @@ class Engine:
         None stands for an answer that ended while the step ran."""
         answers = [self._answers.get(row.seq_id) for row in plan.rows]
         results: list[RowResult] = []
+        drawn = drawn_together(plan.rows, answers, output)
         line = 0
         for row, answer in zip(plan.rows, answers, strict=True):
             if answer is None:
                 results.append(RowResult(row.seq_id, ()))
             else:
-                results.append(answer.take(row, output, line))
+                results.append(answer.take(row, output, line, drawn))
                 if self._draft_heads is not None and answer.sampled:
                     self._draft_heads.keep(answer.sequence, len(answer.sampled), output, line)
             line += row.num_logits

@@ -85,6 +85,7 @@ class Sampler:
     Attributes:
         inverse_temperature: of the probabilities that `sample` would like to be given; 0 where it
             needs none.
+        draws_likely: whether `likely.draw_likely` may draw for it.
 
     Args:
         config: of the request.
@@ -140,6 +141,8 @@ class Sampler:
         # A graph takes it in float32, and computes nothing for what is 0 there.
         usable = wanted and inverse >= np.finfo(np.float32).tiny
         self.inverse_temperature = inverse if usable else 0.0
+        needs_more = config.min_p or config.typical_acceptance or config.logprobs is not None
+        self.draws_likely = usable and config.top_p < 1.0 and not needs_more
 
     @property
     def is_complete(self) -> bool:

@@ -55,8 +55,9 @@ from headrace.runtime.manifest import (
 
 logger = logging.getLogger(__name__)
 
-# Bound steps kept. Decode needs one a batch composition; prompts of odd lengths come and go.
-_MAX_BOUND_STEPS = 32
+# Bound steps kept. Decode needs one a batch composition, of which more sequences have more; prompts
+# of odd lengths come and go.
+_MIN_BOUND_STEPS, _BOUND_STEPS_PER_SLOT = 32, 2
 # Logits rows that the shared buffer has room for, a sequence: its next token and drafts.
 _LOGITS_PER_SLOT = 16
 # As attention wants them; two INT4 values share a byte.
@@ -240,7 +241,8 @@ class CpuBackend:
             self._manifest.model.hidden_size,
         )
         self._bound[key] = step
-        if len(self._bound) > _MAX_BOUND_STEPS:
+        kept = max(_MIN_BOUND_STEPS, _BOUND_STEPS_PER_SLOT * self._kv.num_slots)
+        if len(self._bound) > kept:
             self._bound.popitem(last=False)
         return step
 

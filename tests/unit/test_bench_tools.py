@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
+import lockstep
 import policies
 import pytest
 from dev import ROOT
@@ -110,6 +112,28 @@ def test_policies(tiny_package: PackageMaker, tmp_path: Path) -> None:
     assert set(cell["sides"]) == {*sides, "policy"}
     for side in cell["sides"].values():
         assert all(value > 0 for value in side.values())
+
+
+def test_sides_take_turns_by_clocks_of_their_own(tiny_package: PackageMaker) -> None:
+    package = tiny_package("w8a8_row", "int8")
+    backend, caps = common.load_backend(package, slots=6, context_tokens=64, threads=None)
+    jobs = [lockstep.Job((5, 6, 7 + i), n) for i, n in enumerate((3, 20, 9, 4))]
+    ways = {
+        "kept": lockstep.Way(in_batches=True, keeps_rows=True),
+        "batches": lockstep.Way(in_batches=True),
+        "plain": lockstep.Way(),
+    }
+    start = time.perf_counter()
+    kept, batches, plain = lockstep.run((backend, caps), ways, jobs, 2).values()
+    assert sum(side.seconds for side in (kept, batches, plain)) < time.perf_counter() - start
+    assert kept.written == batches.written == plain.written
+    assert [len(plain.written[i]) for i in range(4)] == [3, 20, 9, 4]
+    assert kept.num_steps >= batches.num_steps > plain.num_steps
+    first, second, third, last = kept.latencies_s
+    assert first == second < third == last <= kept.seconds
+    assert plain.latencies_s[0] == plain.stamps_s[0][-1] < plain.latencies_s[1]
+    assert len(plain.window_ms) == (20 - 8) + (9 - 8)
+    backend.close()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from typing import Any
 import common
 import psutil
 from drafts import read_prompts
-from policies import Job, make_jobs
+from lockstep import Job, make_jobs
 
 from headrace.runtime import Runtime
 from headrace.runtime.errors import QueueFullError

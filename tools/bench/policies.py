@@ -69,13 +69,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--caps", nargs="*", type=float, default=[], metavar="NATS")
     parser.add_argument("--sides", nargs="*", default=SIDES, choices=SIDES, metavar="SIDE")
-    parser.add_argument("--only", nargs="*", default=[], metavar="CATEGORY")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="CATEGORY", help="that are measured"
+    )
     parser.add_argument("--skip-loops", action="store_true")
     args = parser.parse_args()
     prompts: dict[str, list[list[int]]] = {}
     for file in args.prompts_files:
         prompts |= read_prompts(file, args.package, 64)
-    prompts = {c: p for c, p in prompts.items() if not args.only or c in args.only}
     longest = max(len(ids) for found in prompts.values() for ids in found)
     loaded = common.load_backend(
         args.package,
@@ -91,6 +92,8 @@ def main() -> None:
                 tuned[count] = tune(loaded, prompts, count, args.requests, args.caps, args.sides)
             drafters, best = tuned[count]
             for category, ids in prompts.items():
+                if args.only and category not in args.only:
+                    continue
                 jobs = make_jobs(ids[::2], count * args.requests, seed=number + 1)
                 if args.skip_loops:
                     jobs = without_loops(loaded, jobs, count)

@@ -104,7 +104,18 @@ def test_policies(tiny_package: PackageMaker, tmp_path: Path) -> None:
         "policies",
         str(tiny_package("w8a8_row", "int8")),
         str(prompts),
-        *("--sequences", "2", "--requests", "1", "--rounds", "1", "--sides", *sides),
+        *(
+            "--sequences",
+            "2",
+            "--requests",
+            "1",
+            "--rounds",
+            "1",
+            "--long-tokens",
+            "90",
+            "--sides",
+            *sides,
+        ),
     )
     (cell,) = found["cells"]
     assert (cell["category"], cell["sequences"], cell["requests"]) == ("echo", 2, 2)

@@ -22,8 +22,9 @@ round, with a 95% interval of their geometric mean over cells. A round has other
     cap N       what ships, without drafts for sequences above N nats (`--caps`)
 
 `--sides` leaves out all but those named and the policy; `--skip-loops` leaves out requests whose
-answers repeat themselves, as a small model's often do, and where guessing is no art. Ctrl-C ends a
-run early: what was measured by then is shown.
+answers repeat themselves, as a small model's often do, and where guessing is no art; with
+`--long-tokens 2048` one answer of a cell is as long. Ctrl-C ends a run early: what was measured by
+then is shown.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ import itertools
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import common
@@ -73,6 +75,7 @@ def main() -> None:
         "--only", nargs="*", default=[], metavar="CATEGORY", help="that are measured"
     )
     parser.add_argument("--skip-loops", action="store_true")
+    parser.add_argument("--long-tokens", type=int, default=0, help="of one answer among the others")
     args = parser.parse_args()
     prompts: dict[str, list[list[int]]] = {}
     for file in args.prompts_files:
@@ -81,7 +84,7 @@ def main() -> None:
     loaded = common.load_backend(
         args.package,
         slots=max(args.sequences) * max(len(SIDES) + 1, TUNED_SIDES + len(args.caps)),
-        context_tokens=longest + MAX_ANSWER_TOKENS,
+        context_tokens=longest + max(MAX_ANSWER_TOKENS, args.long_tokens),
         threads=args.threads,
     )
     cells: list[dict[str, Any]] = []
@@ -99,6 +102,8 @@ def main() -> None:
                     jobs = without_loops(loaded, jobs, count)
                 if not jobs:
                     continue
+                if args.long_tokens:
+                    jobs[0] = replace(jobs[0], num_tokens=args.long_tokens)
                 sides = measure(loaded, drafters, jobs, count, args.sides)
                 cell = {"sequences": count, "category": category, "requests": len(jobs)}
                 cells.append({**cell, "best_fixed": best, "sides": sides})
@@ -172,6 +177,7 @@ def measure(
         name: {
             "tok_s": outcome.tok_s,
             "mean_latency_s": mean(outcome.latencies_s),
+            "median_latency_s": median(outcome.latencies_s),
             "p99_window_ms": common.percentile(outcome.window_ms, 99),
             "p99_request_ms": common.percentile(outcome.request_ms, 99),
             "steps_per_token": outcome.num_steps / outcome.num_tokens,

@@ -13,6 +13,7 @@ from policy_drafters import ENTROPY_EDGES_NATS
 MEASURES = (
     ("tok_s", "tok/s", True),
     ("mean_latency_s", "mean latency", False),
+    ("median_latency_s", "median latency", False),
     ("p99_window_ms", "P99 window", False),
     ("p99_request_ms", "P99 request", False),
     ("steps_per_token", "weight passes", False),

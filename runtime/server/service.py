@@ -33,7 +33,7 @@ from headrace.runtime.server.schema import (
     TokenizeBody,
 )
 from headrace.runtime.server.stream import EventStream, unless_gone
-from headrace.runtime.server.tracing import Question, Tracing
+from headrace.runtime.server.tracing import Question, RequestSpan, Tracing
 
 Kind = TypeVar("Kind", Runtime, Embedder)
 
@@ -88,18 +88,13 @@ class Service:
         return JSONResponse(self._describe(name))
 
     async def chat(self, request: Request, body: ChatBody) -> Any:
-        name, runtime = await self._model(request, body.model, Runtime)
+        name = self.models.find(body.model, Runtime)
         config = generate.chat_config(body, self.options.max_tokens)
-        streams = [
-            generate.chat_deltas(
-                runtime,
-                generate.plain_messages(body.messages),
-                config,
-                body.tools or None,
-                generate.tool_choice_of(body),
-            )
-        ]
-        deltas = self._observed(request, Question("chat", name, config, bool(body.stream)), streams)
+        messages, choice = generate.plain_messages(body.messages), generate.tool_choice_of(body)
+        question = Question("chat", name, config, bool(body.stream))
+        runtime, span = await self._asked(request, question)
+        streams = [generate.chat_deltas(runtime, messages, config, body.tools or None, choice)]
+        deltas = self._observed(span, question, streams)
         reply = ChatReply(
             name,
             runtime.tokenizer.token_bytes,
@@ -110,12 +105,13 @@ class Service:
         return await self._reply(request, body, reply, deltas)
 
     async def complete(self, request: Request, body: CompletionBody) -> Any:
-        name, runtime = await self._model(request, body.model, Runtime)
+        name = self.models.find(body.model, Runtime)
         config = generate.completion_config(body, self.options.max_tokens)
         prompts = generate.prompts_of(body)
-        streams = [generate.completion_deltas(runtime, prompt, config) for prompt in prompts]
         question = Question("text_completion", name, config, bool(body.stream))
-        deltas = self._observed(request, question, streams)
+        runtime, span = await self._asked(request, question)
+        streams = [generate.completion_deltas(runtime, prompt, config) for prompt in prompts]
+        deltas = self._observed(span, question, streams)
         reply = CompletionReply(
             name,
             runtime.tokenizer.token_bytes,
@@ -126,29 +122,33 @@ class Service:
 
     async def respond(self, request: Request, body: ResponsesBody) -> Any:
         chat = as_chat(body)
-        name, runtime = await self._model(request, chat.model, Runtime)
+        name = self.models.find(chat.model, Runtime)
         config = generate.chat_config(chat, self.options.max_tokens)
         messages = generate.plain_messages(chat.messages)
+        question = Question("chat", name, config, bool(body.stream))
+        runtime, span = await self._asked(request, question)
         streams = [generate.chat_deltas(runtime, messages, config, None, "auto")]
-        deltas = self._observed(request, Question("chat", name, config, bool(body.stream)), streams)
+        deltas = self._observed(span, question, streams)
         reply = ResponseReply(name, body)
         if body.stream:
             return await self._stream(request, reply.events(deltas))
         return JSONResponse(await unless_gone(request.receive, reply.whole(deltas)))
 
     async def embed(self, request: Request, body: EmbeddingBody) -> Response:
-        name, embedder = await self._model(request, body.model, Embedder)
-        if body.dimensions not in (None, embedder.dim):
-            message = f"vectors of {name} have {embedder.dim} dimensions"
-            raise ApiError(400, message, param="dimensions")
+        name = self.models.find(body.model, Embedder)
         texts = [body.input] if isinstance(body.input, str) else body.input
         told = {"gen_ai.request.encoding_formats": [body.encoding_format]}
-        with self._tracing.span(request.headers, "embeddings", name, told) as tell:
+        with self._tracing.span(request.headers, "embeddings", name, told) as span:
+            embedder = await self._model(request, name, Embedder)
+            span.tell_model_is_there()
+            if body.dimensions not in (None, embedder.dim):
+                message = f"vectors of {name} have {embedder.dim} dimensions"
+                raise ApiError(400, message, param="dimensions")
             async with self._embedding:
                 work = asyncio.to_thread(embedder.embed_all, texts)
                 found = await unless_gone(request.receive, work)
             num_tokens = sum(found.num_tokens)
-            tell({"gen_ai.usage.input_tokens": num_tokens})
+            span.tell({"gen_ai.usage.input_tokens": num_tokens})
         as_base64 = body.encoding_format == "base64"
         data = [
             {
@@ -164,13 +164,13 @@ class Service:
         return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
-        _, runtime = await self._model(request, body.model, Runtime)
+        runtime = await self._model(request, body.model, Runtime)
         ids = await asyncio.to_thread(runtime.tokenizer.encode_prompt, body.prompt)
         limit = runtime.capabilities.context_tokens
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
-        _, runtime = await self._model(request, body.model, Runtime)
+        runtime = await self._model(request, body.model, Runtime)
         vocab_size = runtime.capabilities.vocab_size
         if beyond := [token for token in body.tokens if not 0 <= token < vocab_size]:
             message = f"token {beyond[0]} is not one of the {vocab_size} of the vocabulary"
@@ -179,27 +179,41 @@ class Service:
         return JSONResponse({"prompt": data.decode("utf-8", "replace")})
 
     def _observed(
-        self, request: Request, question: Question, streams: list[generate.Deltas]
+        self, span: RequestSpan, question: Question, streams: list[generate.Deltas]
     ) -> generate.NumberedDeltas:
         """The deltas of all streams, counted and traced."""
         counted = [self.metrics.observed(question.model, deltas) for deltas in streams]
-        return self._tracing.followed(request.headers, question, generate.numbered(counted))
+        return span.followed(generate.numbered(counted), streamed=question.streamed)
 
-    async def _model(
-        self, request: Request, name: str | None, kind: type[Kind]
-    ) -> tuple[str, Kind]:
-        """The model that a request asks for, and its name; it is there until the request ends.
+    async def _asked(self, request: Request, question: Question) -> tuple[Runtime, RequestSpan]:
+        """The model of a question, and a span from before it is there until the request ends.
+
+        Raises:
+            ApiError, ClientGoneError: as `_model`.
+        """
+        span = self._tracing.of(request.headers, question)
+        held_by(request).callback(span.end)  # where nobody asks for the first delta
+        try:
+            runtime = await self._model(request, question.model, Runtime)
+        except Exception as error:
+            span.fail(error)
+            raise
+        span.tell_model_is_there()
+        return runtime, span
+
+    async def _model(self, request: Request, name: str | None, kind: type[Kind]) -> Kind:
+        """The model that a request asks for; it is there until the request ends.
 
         Raises:
             ApiError: as `Models.lease`.
             ClientGoneError: the client left before it was there.
         """
 
-        async def hold() -> tuple[str, Kind]:
+        async def hold() -> Kind:
             lease = await self.models.lease(name, kind)
             held_by(request).callback(lease.release)
             assert isinstance(lease.model, kind)
-            return lease.name, lease.model
+            return lease.model
 
         return await unless_gone(request.receive, hold())
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from server_samples import WAIT_S, GatedBackend, Serving, fake_model, serving
+from test_server_budget import PATH, Gate, one_at_a_time, writes
+from test_server_clients import until
 from tiny_bert import write_tiny_bert
 
 from headrace.exporters.encoder_package import export_encoder
@@ -148,6 +151,46 @@ def test_what_fails(server: Serving, spans: Spans) -> None:
     assert attributes(span) == {"error.type": "400"}
     assert server.post("/v1/completions", {"model": "absent", "prompt": "a"}).status_code == 404
     assert spans.none()  # it reached no model
+
+
+def waits_s(span: ReadableSpan) -> list[float]:
+    """From the beginning of a span to where its model was there."""
+    assert span.start_time is not None
+    found = [event for event in span.events if event.name == "headrace.model_ready"]
+    return [(event.timestamp - span.start_time) / 1e9 for event in found]
+
+
+def test_the_wait_for_a_model(spans: Spans) -> None:
+    gate = Gate(writes("b"))
+    body = {"model": "b", "prompt": "secret", "stream": True}
+    with serving(**one_at_a_time(writes("a"), gate)) as running, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(running.post, PATH, body)
+        assert gate.asked.wait(WAIT_S)
+        waited_s = 0.02
+        time.sleep(waited_s)
+        gate.open.set()
+        assert asked.result().status_code == 200
+        span = spans.take()
+        (wait_s,) = waits_s(span)
+        first_s = attributes(span)["gen_ai.response.time_to_first_chunk"]
+        assert waited_s <= wait_s and waited_s <= first_s
+        running.post(PATH, {**body, "stream": False})
+        assert len(waits_s(spans.take())) == 1
+
+
+def test_a_model_that_does_not_come(spans: Spans) -> None:
+    backend = GatedBackend(max_slots=16)
+    options = one_at_a_time(fake_model(backend))
+    with serving(**options, wait_s=0.05) as running, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(running.post, PATH, {"model": "a", "prompt": "a", "max_tokens": 2})
+        until(lambda: backend.started == 1)
+        assert running.post(PATH, {"model": "b", "prompt": "secret"}).status_code == 503
+        span = spans.take()
+        assert span.name == "text_completion b" and not waits_s(span)
+        assert attributes(span) == {"error.type": "503"}
+        backend.let_through(1000)
+        assert first.result().status_code == 200
+        spans.take()
 
 
 def test_a_client_that_leaves(spans: Spans) -> None:

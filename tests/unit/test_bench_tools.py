@@ -100,23 +100,9 @@ def test_policies(tiny_package: PackageMaker, tmp_path: Path) -> None:
     lines = [{"category": "echo", "turns": [text * 4]} for text in ("one two. ", "go on. ")]
     prompts.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     sides = ["static", "plain", "fixed"]
-    found = bench(
-        "policies",
-        str(tiny_package("w8a8_row", "int8")),
-        str(prompts),
-        *(
-            "--sequences",
-            "2",
-            "--requests",
-            "1",
-            "--rounds",
-            "1",
-            "--long-tokens",
-            "90",
-            "--sides",
-            *sides,
-        ),
-    )
+    small = ["--sequences", "2", "--requests", "1", "--rounds", "1", "--long-tokens", "90"]
+    package = str(tiny_package("w8a8_row", "int8"))
+    found = bench("policies", package, str(prompts), *small, "--sides", *sides)
     (cell,) = found["cells"]
     assert (cell["category"], cell["sequences"], cell["requests"]) == ("echo", 2, 2)
     assert cell["best_fixed"] in (1, 2, 3, 4, 6, 8)

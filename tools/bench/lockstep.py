@@ -162,6 +162,7 @@ class _Side:
         numbers, size = list(range(len(jobs))), count if way.in_batches else len(jobs)
         self._batches = [numbers[first : first + size] for first in numbers[::size]]
         self._asked_tokens = {n: self._ask(n, batch) for batch in self._batches for n in batch}
+        self._num_asked = sum(self._asked_tokens.values())
         self._begun: dict[int, int] = {}  # the batch under way: numbers of jobs by request
         self._num_done = 0
         self.outcome = Outcome()
@@ -173,7 +174,7 @@ class _Side:
     @property
     def progress(self) -> float:
         """Share of the tokens that are there, from 0 to 1."""
-        return self._num_done / sum(self._asked_tokens.values())
+        return self._num_done / self._num_asked
 
     @property
     def has_ended(self) -> bool:
@@ -186,7 +187,6 @@ class _Side:
         start = time.perf_counter()
         events = self._engine.step()
         outcome.seconds += time.perf_counter() - start
-        outcome.num_steps = self._backend.num_steps
         for event in events:
             assert event.delta is not None, event.error
             number, token_ids = self._begun[event.request.request_id], event.delta.token_ids
@@ -205,8 +205,9 @@ class _Side:
             self._engine.add(request)
 
     def _end(self) -> None:
-        """Forget what rows that were kept wrote beyond their answers."""
+        """The batch is over: forget what rows that were kept wrote beyond their answers."""
         outcome = self.outcome
+        outcome.num_steps = self._backend.num_steps
         last_s = max(outcome.stamps_s[number][-1] for number in self._begun.values())
         for number in self._begun.values():
             written, stamps = outcome.written[number], outcome.stamps_s[number]

@@ -57,7 +57,7 @@ from headrace.runtime.drafting.drafter import DEFAULT_DRAFT_TOKENS, Drafter
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8)
 SIDES = ("static", "dropping", "plain", "fixed", "blind", "shuffled", "oracle")
 BATCHES = {"static": Way(in_batches=True, keeps_rows=True), "dropping": Way(in_batches=True)}
-TUNED_SIDES = 4 + len(FIXED_LENGTHS)
+MOST_SIDES = 4 + len(FIXED_LENGTHS)  # at once, which is while tuning; caps come on top
 Drafters = dict[str, Drafter | None]
 Loaded = tuple[Backend, Capabilities]
 
@@ -83,7 +83,7 @@ def main() -> None:
     longest = max(len(ids) for found in prompts.values() for ids in found)
     loaded = common.load_backend(
         args.package,
-        slots=max(args.sequences) * max(len(SIDES) + 1, TUNED_SIDES + len(args.caps)),
+        slots=max(args.sequences) * (MOST_SIDES + len(args.caps)),
         context_tokens=longest + max(MAX_ANSWER_TOKENS, args.long_tokens),
         threads=args.threads,
     )

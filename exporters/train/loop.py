@@ -4,13 +4,16 @@ The data are the FP32 model's own opinions on a text (self-distillation, Hinton 
 what is learned is to round, not the text. Behind each layer the residual stream is compared, too,
 which tells every layer about its own error (as FitNets do, Romero et al., 2015).
 
+What is judged and kept is an average of the trained tensors over the last steps.
+
 Whatever a step does follows from its number and from the state before it; a training that is
 interrupted and taken up gives the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from torch.nn import functional
 
 from headrace.exporters.qat import Recipe
 from headrace.exporters.train.adam import Adam
+from headrace.exporters.train.average import RunningAverage
 from headrace.exporters.train.decoder import TorchDecoder
 from headrace.exporters.train.run_folder import History, RunFolder
 from headrace.runtime.errors import ExportError
@@ -27,7 +31,8 @@ _SEED = 1
 # Of the residual stream's error beside the KL. Gradients of two batches of 512 tokens of SmolLM2
 # have a cosine of 0.05 to 0.09 for the KL and of 0.3 to 0.4 for this.
 _STREAM_WEIGHT = 20.0
-_SHARED_PARAMETERS = 0.1  # rate of scales and gains, which many products share, against weights'
+_AVERAGE_DECAY = 0.9
+_SHARED_PARAMETERS = 0.5  # rate of scales and gains, which many products share, against weights'
 
 
 class Trainer:
@@ -53,6 +58,7 @@ class Trainer:
         self._folder, self._report = folder, report
         self._trained = student.trained()
         self._adam = Adam(self._trained, self._units())
+        self._average = RunningAverage(self._trained, _AVERAGE_DECAY)
         self._step, self.history = 0, History()
         self._moving = False
         if (saved := folder.load(token_ids.device)) is not None:
@@ -61,7 +67,10 @@ class Trainer:
             tensor.requires_grad_(True)
 
     def run(self) -> History:
-        """Train to the end. Interrupted between two moves, the state is saved first."""
+        """Train to the end, and leave the averages in the student.
+
+        Interrupted between two moves, the state is saved first.
+        """
         try:
             while self._step < self._recipe.steps:
                 if self._step % self._recipe.save_every == 0:
@@ -76,6 +85,7 @@ class Trainer:
         self._judge()
         self._save()
         self._report(self._step)
+        self._average.swap()
         return self.history
 
     def _advance(self) -> None:
@@ -87,6 +97,7 @@ class Trainer:
         value = float(nats.detach())
         self._moving = True  # a state half way between two steps must not be saved
         self._adam.step(self._step + 1, self._recipe.rate(self._step))
+        self._average.follow(self._step + 1)
         self.history.train.append(value)
         self._step += 1
         self._moving = False
@@ -123,17 +134,30 @@ class Trainer:
         return self._ids[taken]
 
     def _judge(self) -> None:
-        with torch.no_grad():
+        with self._averages_in_place(), torch.no_grad():
             loss = float(self._losses(self._held_out)[0])
         done = [entry for entry in self.history.held_out if entry[0] < self._step]
         self.history.held_out = [*done, (self._step, loss)]
 
+    @contextmanager
+    def _averages_in_place(self) -> Iterator[None]:
+        self._moving = True  # half swapped tensors must not be saved either
+        self._average.swap()
+        try:
+            yield
+        finally:
+            self._average.swap()
+            self._moving = False
+
+    def _state(self) -> dict[str, Tensor]:
+        averages = self._adam.averages | self._average.averages
+        return self._trained | averages | self._student.fixed()
+
     def _save(self) -> None:
-        tensors = self._trained | self._adam.averages | self._student.fixed()
-        self._folder.save(self._step, self.history, tensors)
+        self._folder.save(self._step, self.history, self._state())
 
     def _take_up(self, step: int, history: History, tensors: dict[str, Tensor]) -> None:
-        here = self._trained | self._adam.averages | self._student.fixed()
+        here = self._state()
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if shapes != {name: tensor.shape for name, tensor in here.items()}:
             raise ExportError("the saved training is of another model; delete its folder")

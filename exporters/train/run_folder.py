@@ -2,7 +2,7 @@
 
     DIR.qat/
       state.json                 what the training is of, its step, its losses, its tensors' file
-      state-STEP.safetensors     trained tensors, Adam's averages, zero points
+      state-STEP.safetensors     trained tensors, their averages, Adam's, zero points
       loss.csv, loss.svg         losses so far
 
 `state.json` is replaced last and in one go, so an interrupted save leaves the state before it.

@@ -129,7 +129,7 @@ def interrupt_at(step: int) -> Callable[[str, int, int], None]:
 def test_interrupted_it_goes_on_to_the_same_package(
     export: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.exporters.train import adam
+    from headrace.exporters.train import adam, loop
 
     undisturbed = initializers(export("undisturbed", 25))
     state = tmp_path / "interrupted.qat" / "state.json"
@@ -153,6 +153,17 @@ def test_interrupted_it_goes_on_to_the_same_package(
         patch.setattr(adam.Adam, "_move", die_half_way)
         export("interrupted", 25)
     assert steps_done() == 10  # the last state that was kept; half a step is none
+    losses_of = loop.Trainer._losses
+
+    def die_judging(self: Any, token_ids: Any) -> Any:
+        if self._step == 20 and not torch.is_grad_enabled():
+            raise KeyboardInterrupt
+        return losses_of(self, token_ids)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.Trainer, "_losses", die_judging)
+        export("interrupted", 25)
+    assert steps_done() == 20
     seen: list[int] = []
 
     def note(stage: str, done: int, total: int) -> None:
@@ -160,7 +171,7 @@ def test_interrupted_it_goes_on_to_the_same_package(
             seen.append(done)
 
     resumed = initializers(export("interrupted", 25, progress=note))
-    assert seen == list(range(10, 26))
+    assert seen == list(range(20, 26))
     assert resumed.keys() == undisturbed.keys()
     for name, values in undisturbed.items():
         np.testing.assert_array_equal(resumed[name], values)

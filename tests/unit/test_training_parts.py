@@ -121,3 +121,24 @@ def test_adam_is_the_published_one() -> None:
         corrected = mean / (1 - 0.9**number), square / (1 - 0.95**number)
         expected -= rate * size * corrected[0] / np.sqrt(corrected[1])
     np.testing.assert_allclose(tensor.numpy(), expected, atol=1e-6)
+
+
+def test_the_average_weighs_late_states_most() -> None:
+    from headrace.exporters.train.average import RunningAverage
+
+    start, decay = random_weight(), 0.6
+    tensor = torch.from_numpy(start.copy())
+    average = RunningAverage({"w": tensor}, decay)
+    states = [start]
+    for number in range(1, 20):
+        states.append(random_weight(number))
+        tensor.copy_(torch.from_numpy(states[-1]))
+        average.follow(number)
+    kept = [min(decay, number / (number + 9)) for number in range(1, 20)]
+    shares = [np.prod(kept), *((1 - k) * np.prod(kept[i + 1 :]) for i, k in enumerate(kept))]
+    assert sum(shares) == pytest.approx(1) and shares[0] < 1e-4 and shares[-1] == max(shares)
+    expected = sum(share * state for share, state in zip(shares, states, strict=True))
+    average.swap()
+    np.testing.assert_allclose(tensor.numpy(), expected, atol=1e-5)
+    average.swap()
+    np.testing.assert_array_equal(tensor.numpy(), states[-1])

@@ -27,10 +27,10 @@ from headrace.backends.cpu_avx512.kv_storage import KvStorage
 from headrace.backends.cpu_avx512.layout import (
     BoundStep,
     ShapeKey,
-    Stage,
     shape_key,
     wants_probabilities,
 )
+from headrace.backends.cpu_avx512.stage import Stage
 from headrace.backends.cpu_avx512.stage_threads import StageThreads
 from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.backends.kv_ops import apply_kv_ops, kv_identity

@@ -1,14 +1,13 @@
 """From a StepPlan to graph inputs.
 
 What a step binds depends only on its shape: which slots, how many tokens and how many logits each.
-Decode steps repeat their shape, so everything that follows from it is made once and kept: index
-arrays, output buffers, and the io_binding with the cache bound on both sides. Per step only token
-ids and lengths are written, in place.
+Decode steps repeat their shape, so what follows from it is made once and kept: index arrays and
+output buffers. Per step only token ids and lengths are written, in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,11 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import Probabilities, StepOutput
 from headrace.backends.cpu_avx512.kv_storage import KvStorage
+from headrace.backends.cpu_avx512.stage import Stage
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.runtime import manifest as io
 from headrace.runtime.core import Row
 
-_CROSSING = tuple(name.format("") for name in (io.LAYER_RESIDUAL, io.LAYER_NORMED))
-_CACHE_NAMES = ((io.PAST_KEY, io.PRESENT_KEY), (io.PAST_VALUE, io.PRESENT_VALUE))
 ShapeKey = tuple[tuple[int, int, int], ...]
 
 
@@ -73,32 +71,8 @@ def step_indices(key: ShapeKey) -> StepIndices:
     )
 
 
-class Stage:
-    """A session of consecutive layers, or of the whole graph."""
-
-    def __init__(self, session: Any) -> None:
-        self.session = session
-        self.inputs = [given.name for given in session.get_inputs()]
-        self.outputs = [given.name for given in session.get_outputs()]
-
-    @property
-    def crossing(self) -> list[str]:
-        """What it gives to the next one, if it is not the last."""
-        return [name for name in self.outputs if name.startswith(_CROSSING)]
-
-    def bind(self, tensors: Mapping[str, Any]) -> Any:
-        """An io_binding to all of its inputs and those of its outputs that there are."""
-        binding = self.session.io_binding()
-        for name in self.inputs:
-            binding.bind_ortvalue_input(name, tensors[name])
-        for name in self.outputs:
-            if name in tensors:
-                binding.bind_ortvalue_output(name, tensors[name])
-        return binding
-
-
 class BoundStep:
-    """A step shape with everything bound; `write` and `run`."""
+    """A step shape with all that it binds; `write` and `run`."""
 
     def __init__(
         self,
@@ -153,12 +127,10 @@ class BoundStep:
         # The OrtValues share memory with these arrays, so both are kept.
         self._feeds = {name: (array, value(array)) for name, array in feeds.items()}
         self._outputs = {name: (array, value(array)) for name, array in outputs.items()}
-        tensors = {name: tensor for name, (_, tensor) in {**self._feeds, **self._outputs}.items()}
-        last_slot = indices.first_slot + indices.num_slots
-        for i, tensor in enumerate(kv.bind_range(indices.first_slot, last_slot)):
-            for name in _CACHE_NAMES[i % 2]:
-                tensors[name.format(i // 2)] = tensor
-        self._runs = [(stage.session.run_with_iobinding, stage.bind(tensors)) for stage in stages]
+        self._tensors = {n: tensor for n, (_, tensor) in {**self._feeds, **self._outputs}.items()}
+        slots = indices.first_slot, indices.first_slot + indices.num_slots
+        sampled = probabilities_buffer is not None
+        self._bindings = [stage.binding(kv, *slots, sampled=sampled) for stage in stages]
 
     def run(self) -> None:
         """One stage after the other."""
@@ -166,8 +138,7 @@ class BoundStep:
             self.run_stage(number)
 
     def run_stage(self, number: int) -> None:
-        run, binding = self._runs[number]
-        run(binding)
+        self._bindings[number].run(self._tensors)
 
     def output(self, model_ms: float) -> StepOutput:
         """Of what was run; valid until a step of the same buffers runs its last stage."""

@@ -110,7 +110,7 @@ class Chain:
 
 
 class ChainBinding:
-    """Takes what is bound, by name; pieces are bound at the first run."""
+    """Takes what is bound, by name; pieces are bound when it runs for the first time since."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
@@ -122,9 +122,11 @@ class ChainBinding:
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         self.inputs[name] = value
+        self.steps = []
 
     def bind_ortvalue_output(self, name: str, value: Any) -> None:
         self.outputs[name] = value
+        self.steps = []
 
     def sizes(self) -> dict[Any, int]:
         """Of named dimensions."""

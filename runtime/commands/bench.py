@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from headrace.backends.base import Backend, Capabilities
 from headrace.backends.registry import choose_device, create_backend
 from headrace.runtime.api import Runtime
@@ -26,6 +24,7 @@ from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import KvCopy, KvOp, Row, StepPlan
 from headrace.runtime.errors import RequestError
 from headrace.runtime.machine.hardware import probe_hardware
+from headrace.runtime.machine.memory import peak_rss_bytes
 from headrace.runtime.manifest import read_manifest
 
 MAX_STEP_ROWS = 32
@@ -202,23 +201,6 @@ def _require_room(caps: Capabilities, prompt_tokens: int, new_tokens: int) -> No
         raise RequestError(
             f"{prompt_tokens} + {new_tokens} tokens exceed the context of {caps.context_tokens}"
         )
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident, in bytes.
-
-    Linux tells it for this program alone; `getrusage` would include the one that started it.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    info = psutil.Process().memory_info()
-    if hasattr(info, "peak_wset"):
-        return int(info.peak_wset)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def versions() -> dict[str, str]:

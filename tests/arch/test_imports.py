@@ -90,7 +90,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("runtime.tokenizer", "runtime.encoder.embedder", "exporters"),
     "jinja2": ("runtime.chat",),
     "cpuinfo": ("runtime.machine.topology",),
-    "psutil": ("runtime.machine.hardware", "runtime.commands.bench", "runtime.server.lanes"),
+    "psutil": ("runtime.machine.hardware", "runtime.machine.memory", "runtime.server.lanes"),
     "pynvml": ("runtime.commands.doctor",),
     "onnx_ir": ("exporters",),
     "gguf": ("exporters.checkpoint",),

@@ -2,8 +2,8 @@
 
     python tools/bench/memory.py DIR [--sequences 4] [--tokens 512] [--json]
 
-The limit is 1.3 x (weights + KV in use + 60 MB). The process is started twice and the second time
-counts, so that the files are in the system's cache.
+The limit is 1.3 x (weights + KV in use + 60 MB). The process (`memory_child.py`) is started twice
+and the second time counts, so that the files are in the system's cache.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import common
 
-from headrace.backends.ort_import import load_onnxruntime
-from headrace.runtime import Runtime
-from headrace.runtime.commands.bench import peak_rss_bytes
 from headrace.runtime.manifest import read_manifest
 from headrace.runtime.tokenizer import Tokenizer
 
@@ -34,18 +29,27 @@ def main() -> None:
     parser.add_argument("package", type=Path, metavar="DIR")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="prompt and answer together")
-    parser.add_argument("--child", action="store_true", help="measure in this process")
     args = parser.parse_args()
-    if args.child:
-        print(json.dumps(measure_here(args.package, json.load(sys.stdin), args.threads)))
-        return
-    prompts = text_prompts(args.package, args.sequences, args.tokens - NEW_TOKENS)
-    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+    given = {
+        "package": str(args.package),
+        "prompts": text_prompts(args.package, args.sequences, args.tokens - NEW_TOKENS),
+        "max_new_tokens": NEW_TOKENS,
+        "num_threads": args.threads,
+    }
+    command = [sys.executable, str(Path(__file__).with_name("memory_child.py"))]
     for _ in range(2):
         done = subprocess.run(
-            command, input=json.dumps(prompts).encode(), stdout=subprocess.PIPE, check=True
+            command, input=json.dumps(given).encode(), stdout=subprocess.PIPE, check=True
         )
-    figures = common.report(json.loads(done.stdout))
+    target = read_manifest(args.package).targets[0]
+    kv_tokens = args.sequences * args.tokens
+    figures = common.report(
+        {
+            "weight_bytes": target.weight_bytes,
+            "kv_bytes": kv_tokens * target.kv_cache.bytes_per_token,
+            **json.loads(done.stdout),
+        }
+    )
     in_use = figures["weight_bytes"] + figures["kv_bytes"] + BASE_BYTES
     figures["limit_bytes"] = int(ALLOWANCE * in_use)
     figures["within_limit"] = figures["peak_rss_bytes"] <= figures["limit_bytes"]
@@ -72,25 +76,6 @@ def text_prompts(folder: Path, count: int, length: int) -> list[list[int]]:
     ids = tokenizer.encode_prompt(text.read_text(encoding="utf-8"))
     ids *= -(-count * length // len(ids))
     return [ids[i * length : (i + 1) * length] for i in range(count)]
-
-
-def measure_here(folder: Path, prompts: list[list[int]], threads: int | None) -> dict[str, Any]:
-    """Load, decode all sequences together to their full length, and say what it took."""
-    load_onnxruntime()
-    import_rss_bytes = peak_rss_bytes()
-    start = time.perf_counter()
-    with Runtime.load(folder, max_sequences=len(prompts), num_threads=threads) as runtime:
-        load_s, load_rss_bytes = time.perf_counter() - start, peak_rss_bytes()
-        caps = runtime.capabilities
-        runtime.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    return {
-        "weight_bytes": read_manifest(folder).targets[0].weight_bytes,
-        "kv_bytes": sum(len(p) + NEW_TOKENS for p in prompts) * caps.kv_bytes_per_token,
-        "load_s": load_s,
-        "import_rss_bytes": import_rss_bytes,
-        "load_rss_bytes": load_rss_bytes,
-        "peak_rss_bytes": peak_rss_bytes(),
-    }
 
 
 if __name__ == "__main__":

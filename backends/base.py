@@ -8,7 +8,7 @@ given as a `StepPlan` and answered by a `StepOutput`. `submit` may return before
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,8 +78,7 @@ class Probabilities:
         self.block_sums[where] = other.block_sums
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What the model said about one step.
 
     Attributes:

@@ -22,16 +22,19 @@ def map_ort_errors(doing: str) -> Iterator[None]:
         PackageError: the graph or its weights cannot be read.
         BackendError: anything else.
     """
-    state = load_onnxruntime().capi.onnxruntime_pybind11_state
-    unreadable = (state.NoSuchFile, state.InvalidProtobuf, state.InvalidGraph, state.NoModel)
-    foreign = (state.Fail, state.RuntimeException, state.InvalidArgument, state.NotImplemented)
     try:
         yield
     except MemoryError:
         raise InsufficientMemoryError(0, 0, f"ran out of memory while {doing}") from None
-    except unreadable as error:
-        raise PackageError(f"{doing}: the graph cannot be read: {_first_line(error)}") from error
-    except (*foreign, RuntimeError, ValueError) as error:
+    except Exception as error:
+        state = load_onnxruntime().capi.onnxruntime_pybind11_state
+        unreadable = (state.NoSuchFile, state.InvalidProtobuf, state.InvalidGraph, state.NoModel)
+        foreign = (state.Fail, state.RuntimeException, state.InvalidArgument, state.NotImplemented)
+        if isinstance(error, unreadable):
+            reason = f"{doing}: the graph cannot be read: {_first_line(error)}"
+            raise PackageError(reason) from error
+        if not isinstance(error, (*foreign, RuntimeError, ValueError)):
+            raise
         text = str(error).lower()
         if any(mark in text for mark in _OUT_OF_MEMORY):
             raise BackendError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.backends.base import StepOutput
 from headrace.runtime.chat.tool_calls import ToolCall
@@ -87,6 +87,7 @@ class Answer:
         """
         sampler, sequence, drafts = self.sampler, self.sequence, row.drafts
         sampled = list[SampledToken]()
+        generated_len = sequence.generated_len
         for i in range(row.num_logits):
             draft = drafts[i] if i < len(drafts) else None
             known = drawn.get(line + i)
@@ -97,7 +98,7 @@ class Answer:
             entropy_nats = float(output.entropy_nats[line + i])
             sampled.append(SampledToken(token_id, entropy_nats, logprob, top))
             self.sampled = tuple(sampled)
-            if sampler.is_stop_token(token_id, sequence.generated_len + i + 1):
+            if sampler.is_stop_token(token_id, generated_len + i + 1):
                 self.matched_stop = token_id
                 return FinishReason.STOP
             if sampler.is_complete:
@@ -197,8 +198,7 @@ class Request:
     answers: list[Answer] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvent:
+class StepEvent(NamedTuple):
     """Something happened to a request: text, or an error that ended the whole request."""
 
     request: Request

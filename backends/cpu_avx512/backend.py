@@ -13,7 +13,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ class CpuBackend:
         reads = apply_kv_ops(self._kv, plan.kv_ops) if plan.kv_ops else ()
         self._next_ticket += 1
         output = self._run(plan.rows)
-        self._results[self._next_ticket] = replace(output, kv_reads=reads) if reads else output
+        self._results[self._next_ticket] = output._replace(kv_reads=reads) if reads else output
         return self._next_ticket
 
     def collect(self, ticket: int) -> StepOutput:

@@ -11,10 +11,9 @@ cut to bound that memory. Rows and pieces do not change each other's results.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.runtime.core import Row
 
@@ -23,8 +22,7 @@ MAX_SCORE_BYTES = 32 << 20
 _MAX_AREA = 1.5  # padded positions for each real one
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A row or a piece of one, and where in the step's logits its own begin."""
 
     row: Row
@@ -41,8 +39,10 @@ def plan_calls(rows: Sequence[Row], *, ragged: bool, num_heads: int) -> list[lis
     long: list[Part] = []
     first_logit = 0
     for row in rows:
-        parts = short if len(row.tokens) <= SHORT_ROW_TOKENS else long
-        parts += _pieces(row, first_logit, num_heads)
+        if len(row.tokens) <= SHORT_ROW_TOKENS:
+            short.append(Part(row, first_logit))
+        else:
+            long += _pieces(row, first_logit, num_heads)
         first_logit += row.num_logits
     if not ragged:
         return [*_neighbours(short), *([part] for part in long)]
@@ -51,6 +51,8 @@ def plan_calls(rows: Sequence[Row], *, ragged: bool, num_heads: int) -> list[lis
 
 def split_calls(calls: Sequence[list[Part]], count: int) -> list[list[Part]]:
     """Each call as up to `count` ones of neighbouring rows, about as many in each."""
+    if count == 1:
+        return list(calls)
     split = []
     for call in calls:
         bounds = [len(call) * n // count for n in range(count + 1)]
@@ -60,19 +62,14 @@ def split_calls(calls: Sequence[list[Part]], count: int) -> list[list[Part]]:
 
 
 def _pieces(row: Row, first_logit: int, num_heads: int) -> Iterator[Part]:
-    """The row in order, cut where its scores would take too much memory; a short one is whole."""
-    if len(row.tokens) <= SHORT_ROW_TOKENS:
-        yield Part(row, first_logit)
-        return
+    """The row in order, cut where its scores would take too much memory."""
     end = row.past_len + len(row.tokens)
     size = max(SHORT_ROW_TOKENS, MAX_SCORE_BYTES // (4 * num_heads * end))
     for start in range(0, len(row.tokens), size):
         tokens = row.tokens[start : start + size]
         after = len(row.tokens) - start - len(tokens)
         num_logits = max(0, min(len(tokens), row.num_logits - after))
-        piece = dataclasses.replace(
-            row, past_len=row.past_len + start, tokens=tokens, num_logits=num_logits
-        )
+        piece = row._replace(past_len=row.past_len + start, tokens=tokens, num_logits=num_logits)
         yield Part(piece, first_logit)
         first_logit += num_logits
 

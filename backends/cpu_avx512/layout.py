@@ -93,10 +93,10 @@ class BoundStep:
         self.num_logits = len(indices.logits_index)
         # A chunk in the middle of a prompt needs no logits; the graph computes one row anyway.
         logits_index = indices.logits_index if self.num_logits else np.zeros(1, np.int64)
-        self._offsets = np.array([slot - indices.first_slot for slot, _, _ in key])
+        offsets = [slot - indices.first_slot for slot, _, _ in key]
+        self._offsets = slice(None) if len(offsets) == indices.num_slots else np.array(offsets)
         self._ids = np.zeros(len(indices.scatter), np.int64)
         self._seqlens_k = np.zeros(indices.num_slots, np.int32)
-        self._counts = np.array([tokens for _, tokens, _ in key], np.int32)
         total = np.array(kv.capacity_tokens, np.int32)
         feeds: dict[str, NDArray[Any]] = {
             io.INPUT_IDS: self._ids,
@@ -108,26 +108,34 @@ class BoundStep:
             io.LOGITS_INDEX: logits_index,
             io.INVERSE_TEMPERATURE: np.zeros((len(logits_index), 1), np.float32),
         }
+        self._inverse_temperatures = (
+            None if probabilities_buffer is None else feeds[io.INVERSE_TEMPERATURE][:, 0]
+        )
         rows = len(logits_index)
-        self.logits = logits_buffer[:rows]
-        self.entropy = np.zeros(rows, np.float32)
-        value = load_onnxruntime().OrtValue.ortvalue_from_numpy
-        outputs = {io.LOGITS: self.logits, io.ENTROPY: self.entropy}
-        self.hidden = None
+        outputs = {io.LOGITS: logits_buffer[:rows], io.ENTROPY: np.zeros(rows, np.float32)}
         if io.HIDDEN in stages[-1].outputs:
-            self.hidden = outputs[io.HIDDEN] = np.zeros((rows, hidden_size), np.float32)
-        self.probabilities = None
+            outputs[io.HIDDEN] = np.zeros((rows, hidden_size), np.float32)
+        probabilities = None
         if probabilities_buffer is not None:
-            self.probabilities = given = probabilities_buffer.rows(slice(rows))
-            outputs[io.PROBABILITIES] = given.values
-            outputs[io.BLOCK_MAXIMA] = given.block_maxima
-            outputs[io.BLOCK_SUMS] = given.block_sums
+            probabilities = probabilities_buffer.rows(slice(rows))
+            outputs[io.PROBABILITIES] = probabilities.values
+            outputs[io.BLOCK_MAXIMA] = probabilities.block_maxima
+            outputs[io.BLOCK_SUMS] = probabilities.block_sums
+        wanted = slice(self.num_logits)
+        self._output = StepOutput(
+            outputs[io.LOGITS][wanted],
+            outputs[io.ENTROPY][wanted],
+            0.0,
+            None if probabilities is None else probabilities.rows(wanted),
+            (),
+            outputs[io.HIDDEN][wanted] if io.HIDDEN in outputs else None,
+        )
         for name in [name for stage in stages for name in stage.crossing]:
             outputs[name] = np.empty((len(self._ids), hidden_size), np.float32)
         # The OrtValues share memory with these arrays, so both are kept.
-        self._feeds = {name: (array, value(array)) for name, array in feeds.items()}
-        self._outputs = {name: (array, value(array)) for name, array in outputs.items()}
-        self._tensors = {n: tensor for n, (_, tensor) in {**self._feeds, **self._outputs}.items()}
+        self._arrays = {**feeds, **outputs}
+        value = load_onnxruntime().OrtValue.ortvalue_from_numpy
+        self._tensors = {name: value(array) for name, array in self._arrays.items()}
         slots = indices.first_slot, indices.first_slot + indices.num_slots
         sampled = probabilities_buffer is not None
         self._bindings = [stage.binding(kv, *slots, sampled=sampled) for stage in stages]
@@ -142,21 +150,14 @@ class BoundStep:
 
     def output(self, model_ms: float) -> StepOutput:
         """Of what was run; valid until a step of the same buffers runs its last stage."""
-        n = self.num_logits
-        probabilities = None if self.probabilities is None else self.probabilities.rows(slice(n))
-        hidden = None if self.hidden is None else self.hidden[:n]
-        return StepOutput(self.logits[:n], self.entropy[:n], model_ms, probabilities, (), hidden)
+        return self._output._replace(model_ms=model_ms)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Token ids and lengths of this step; the rows have the shape this was made for."""
-        ids: list[int] = []
-        for row in rows:
-            ids += row.tokens
-        self._ids[:] = ids
-        past = np.array([row.past_len for row in rows], np.int32)
+        self._ids[:] = [token for row in rows for token in row.tokens]
         # Contract of the operator: past + new - 1; an idle slot's value is not looked at.
-        self._seqlens_k[self._offsets] = past + self._counts - 1
-        if self.probabilities is not None:
-            self._feeds[io.INVERSE_TEMPERATURE][0][:, 0] = [
+        self._seqlens_k[self._offsets] = [row.past_len + len(row.tokens) - 1 for row in rows]
+        if self._inverse_temperatures is not None:
+            self._inverse_temperatures[:] = [
                 row.inverse_temperature for row in rows for _ in range(row.num_logits)
             ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +24,6 @@ from headrace.runtime.manifest import PROBABILITY_BLOCK
 Header = dict[str, Any]
 T = TypeVar("T")
 
-_row_values = attrgetter(*(field.name for field in dataclasses.fields(Row)))
 _OPS: dict[str, type[KvOp]] = {
     "copy": KvCopy,
     "release": KvRelease,
@@ -45,8 +43,7 @@ def encode_plan(plan: StepPlan) -> tuple[Header, list[bytes]]:
             body.append(op.data)
             values[-1] = len(op.data)
         ops.append([_OP_NAMES[type(op)], *values])
-    rows = [_row_values(row) for row in plan.rows]
-    return {"step": plan.step_id, "rows": rows, "ops": ops}, body
+    return {"step": plan.step_id, "rows": plan.rows, "ops": ops}, body
 
 
 def decode_plan(header: Mapping[str, Any], body: memoryview) -> StepPlan:

@@ -104,7 +104,7 @@ class SlotRange:
 
     def submit(self, plan: StepPlan) -> int:
         self.num_steps += bool(plan.rows)
-        rows = tuple(replace(row, slot=row.slot + self._first) for row in plan.rows)
+        rows = tuple(row._replace(slot=row.slot + self._first) for row in plan.rows)
         ops = tuple(self._moved(op) for op in plan.kv_ops)
         return self._backend.submit(replace(plan, rows=rows, kv_ops=ops))
 

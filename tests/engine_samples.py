@@ -25,13 +25,14 @@ CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistan
 
 
 class LetterTokenizer:
-    """Token i is the i-th of `LETTERS`; 0 ends a text and is not shown."""
+    """Token i is the i-th of `LETTERS`; 0 ends a text and is not shown. What is no letter is read
+    as a space, which is the last one."""
 
     bos_token, eos_token = "", ""
     control_tokens: tuple[str, ...] = ()
 
     def encode_prompt(self, text: str) -> list[int]:
-        return [LETTERS.index(letter) for letter in text]
+        return [LETTERS.find(letter) % VOCAB for letter in text]
 
     def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> list[int]:
         return self.encode_prompt("".join(text for text, _ in segments))

@@ -2,19 +2,20 @@
 
     python tools/bench/host_share.py DIR [--rows 1,4,16] [--depths 1,2] [--rounds 5] [--json]
 
-A round decodes `--steps` steps with all sequences running, then makes as many bare calls of the
-same session, bound to the same buffers, at the length the sequences had half way. Scheduling,
-sampling, detokenizing, binding and handing over to another thread are in the first only. Where the
-graph computes probabilities for sampling the bare calls do too, as they are the same calls;
-`graph` is what those cost in the graph, against calls without them. With several `--depths` a
-runtime of each `pipeline_depth` takes its turn in every round, and `gain` is its steps a second
-against those of the first.
+Each call of the session is made once more with what it was given, as a bare loop would: it computes
+and writes the same, and a spell of a slow machine hits both. Scheduling, sampling, detokenizing,
+binding and handing over to another thread lie between the calls of the runtime alone. Where the
+graph computes probabilities for sampling the bare calls do too, as they are the same calls; `graph`
+is what those cost in the graph, against calls without them. With several `--depths` a runtime of
+each `pipeline_depth` takes its turn in every round, and `gain` is its steps a second against those
+of the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import common
 
+from headrace.backends.base import StepOutput
 from headrace.runtime import Runtime
 from headrace.runtime.core import Row
 from headrace.runtime.pipeline import ThreadedBackend
@@ -78,47 +80,98 @@ def _load(args: argparse.Namespace, depth: int) -> Runtime:
 def measure(
     runtimes: dict[int, Runtime], rows: int, options: dict[str, Any], steps: int, rounds: int
 ) -> list[dict[str, float]]:
-    """For each depth medians over the rounds; `outside_share` is 1 - bare / whole of each round,
-    `counted_share` what the engine's own step log says; `graph_share` what probabilities cost."""
-    inverse = 1 / options["temperature"] if options["temperature"] else 0.0
-    seen: dict[int, list[Round]] = {depth: [] for depth in runtimes}
+    """For each depth medians over the steps of all rounds; `outside_share` is 1 - bare / whole of
+    each step, `counted_share` what the engine's own step log says."""
+    seen: dict[int, list[PairedStep]] = {depth: [] for depth in runtimes}
+    shares: dict[int, list[float]] = {depth: [] for depth in runtimes}
+    pairs = {depth: PairedCalls(runtime) for depth, runtime in runtimes.items()}
     for number in range(rounds + 1):
         for depth, runtime in runtimes.items():
             time.sleep(common.SETTLE_S)
-            step_ms, counted_share, past_lens = _decode(runtime, rows, options, steps, seed=number)
-            bare_ms = _bare(runtime, past_lens, steps, inverse)
-            plain_ms = _bare(runtime, past_lens, steps, 0.0) if inverse else bare_ms
+            paired, counted_share = _decode(
+                runtime, pairs[depth], rows, options, steps, seed=number
+            )
             if number:  # the first round warms up
-                seen[depth].append(Round(step_ms, bare_ms, plain_ms, counted_share))
+                seen[depth] += paired
+                shares[depth].append(counted_share)
+    for pair in pairs.values():
+        pair.end()
     first = next(iter(seen.values()))
     return [
         {
             "depth": depth,
-            "step_ms": median(r.step_ms for r in taken),
-            "bare_ms": median(r.bare_ms for r in taken),
-            "outside_share": median(1 - r.bare_ms / r.step_ms for r in taken),
-            "counted_share": median(r.counted_share for r in taken),
-            "graph_share": median((r.bare_ms - r.plain_ms) / r.step_ms for r in taken),
+            "step_ms": median(step.step_ms for step in taken),
+            "bare_ms": median(step.bare_ms for step in taken),
+            "outside_share": median(1 - step.bare_ms / step.step_ms for step in taken),
+            "counted_share": median(shares[depth]),
+            "graph_share": median((s.bare_ms - s.plain_ms) / s.step_ms for s in taken),
             "gain": median(a.step_ms / b.step_ms for a, b in zip(first, taken, strict=True)),
         }
         for depth, taken in seen.items()
     ]
 
 
-class Round(NamedTuple):
-    """Wall ms a step, whole, as a bare call, and as one that computes no probabilities."""
+class PairedStep(NamedTuple):
+    """A step of one call. `step_ms`: from where the call before ended to where this one does;
+    `model_ms`: of it, inside the call; `bare_ms`: the same call at once again; `plain_ms`: and once
+    more without probabilities."""
 
+    num_rows: int
+    num_tokens: int
     step_ms: float
+    model_ms: float
     bare_ms: float
     plain_ms: float
-    counted_share: float
+
+
+class PairedCalls:
+    """Makes each call of a runtime's backend twice, until `end`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        backend: Any = runtime._engine._backend
+        if isinstance(backend, ThreadedBackend):
+            backend = backend._backend
+        self._backend, self._run_call = backend, backend._run_call
+        self._end_s = time.perf_counter()
+        self.steps: list[PairedStep] = []
+        backend._run_call = self._run_twice
+
+    def end(self) -> None:
+        self._backend._run_call = self._run_call
+
+    def _run_twice(self, rows: Sequence[Row]) -> StepOutput:
+        output: StepOutput = self._run_call(rows)
+        end_s = time.perf_counter()
+        step_ms = (end_s - self._end_s) * 1e3
+        bare_ms = plain_ms = self._bare_ms(rows)
+        if any(row.inverse_temperature for row in rows):
+            plain_ms = self._bare_ms([row._replace(inverse_temperature=0.0) for row in rows])
+        num_tokens = sum(len(row.tokens) for row in rows)
+        self.steps.append(
+            PairedStep(len(rows), num_tokens, step_ms, output.model_ms, bare_ms, plain_ms)
+        )
+        self._end_s = time.perf_counter()
+        # What the engine counts as its own time is to be its own.
+        return output._replace(model_ms=output.model_ms + (self._end_s - end_s) * 1e3)
+
+    def _bare_ms(self, rows: Sequence[Row]) -> float:
+        bound = self._backend._bound_step(rows)
+        bound.write(rows)
+        start = time.perf_counter()
+        bound.run()
+        return (time.perf_counter() - start) * 1e3
 
 
 def _decode(
-    runtime: Runtime, rows: int, options: dict[str, Any], steps: int, seed: int
-) -> tuple[float, float, list[int]]:
-    """Wall ms a step while all rows decode, the share of it that the engine counted as its own, and
-    the tokens that each sequence had half way.
+    runtime: Runtime,
+    calls: PairedCalls,
+    rows: int,
+    options: dict[str, Any],
+    steps: int,
+    seed: int,
+) -> tuple[list[PairedStep], float]:
+    """The last `steps` steps in which all rows decode, and the share of them that the engine
+    counted as its own.
 
     This thread reads every answer, as a server would. The one that started last sets the pace: what
     the others wrote is there already.
@@ -133,36 +186,18 @@ def _decode(
     deltas = [iter(request) for request in requests]
     for stream in deltas:
         next(stream)
-    start = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(steps + 2):
         for stream in deltas:
             next(stream)
-    wall_ms = (time.perf_counter() - start) * 1e3
     for request in requests:
         request.cancel()
-    ends = [request.result() for request in requests]
-    past_lens = [end.prompt_tokens + end.completion_tokens - steps // 2 for end in ends]
+    for request in requests:
+        request.result()
+    taken = [step for step in calls.steps if step.num_rows == rows == step.num_tokens][-steps:]
+    calls.steps.clear()
     records = [step for step in runtime.steps if step.num_rows == rows == step.num_tokens][-steps:]
-    model_ms = sum(record.model_ms for record in records)
     host_ms = sum(record.host_ms for record in records)
-    return wall_ms / steps, host_ms / (host_ms + model_ms), past_lens
-
-
-def _bare(runtime: Runtime, past_lens: list[int], steps: int, inverse_temperature: float) -> float:
-    """Wall ms of one run call with the binding that the engine's decode steps use."""
-    backend: Any = runtime._engine._backend
-    if isinstance(backend, ThreadedBackend):
-        backend = backend._backend
-    rows = [
-        Row(slot, slot, past_len, (slot + 1,), 1, inverse_temperature)
-        for slot, past_len in enumerate(past_lens)
-    ]
-    bound = backend._bound_step(rows)
-    bound.write(rows)
-    start = time.perf_counter()
-    for _ in range(steps):
-        bound.run()
-    return (time.perf_counter() - start) * 1e3 / steps
+    return taken, host_ms / (host_ms + sum(step.model_ms for step in taken))
 
 
 if __name__ == "__main__":

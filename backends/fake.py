@@ -119,7 +119,7 @@ class FakeBackend:
         self._logits = logits or hashed_logits(vocab_size)
         self._fail_at, self._die_at, self._delay_ms = fail_at, die_at, delay_ms
         self._kv = _Slots(max_slots)
-        self.num_steps = 0
+        self.num_steps = self.num_rests = 0
         self._output: tuple[int, StepOutput] | None = None
 
     @property
@@ -134,6 +134,10 @@ class FakeBackend:
         _require(not self.closed, "the backend is closed")
         _require(self._output is None, "a step is in flight")
         step = self.num_steps
+        if plan.is_rest:
+            self.num_rests += 1
+            self._output = step, self._nothing()
+            return step
         self.num_steps += 1
         start = time.perf_counter()
         if self._delay_ms:
@@ -170,6 +174,11 @@ class FakeBackend:
     def close(self) -> None:
         self.closed = True
         self._kv = _Slots(len(self._kv.held))
+
+    def _nothing(self) -> StepOutput:
+        """Of no rows."""
+        logits = np.empty((0, self.capabilities.vocab_size), np.float32)
+        return StepOutput(logits, np.empty(0, np.float32), 0.0)
 
     def _hidden(self, prefixes: list[list[int]]) -> NDArray[np.float32]:
         states = np.full((len(prefixes), self.capabilities.hidden_size), -1, np.float32)

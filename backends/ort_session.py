@@ -76,5 +76,15 @@ def cpu_session(graph: Path, num_threads: int | None, entries: Mapping[str, str]
         return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
 
 
+def shrinking() -> Any:
+    """Options of a run after which its session keeps no memory but that of its weights.
+
+    A session has an arena that keeps what the largest run took, and doubles what it asks for.
+    """
+    options = load_onnxruntime().RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    return options
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

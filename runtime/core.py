@@ -159,12 +159,17 @@ class StepPlan:
     """One step: `kv_ops` in their order, then all rows in one packed call.
 
     Rows are in ascending slot order and each slot occurs at most once. Rows may be empty (only
-    KV operations are to be done then).
+    KV operations are to be done then). A plan of neither means rest: there is nothing to do for
+    now, so that what is kept for the next steps may go back to the system.
     """
 
     step_id: int
     rows: tuple[Row, ...]
     kv_ops: tuple[KvOp, ...] = ()
+
+    @property
+    def is_rest(self) -> bool:
+        return not self.rows and not self.kv_ops
 
     @property
     def num_tokens(self) -> int:

@@ -271,6 +271,16 @@ class Engine:
         )
         return events
 
+    def rest(self) -> list[StepEvent]:
+        """Have the backend give back what it keeps for the next steps; while there is no work."""
+        try:
+            self._backend.collect(self._backend.submit(StepPlan(0, ())))
+        except EngineProcessError as error:
+            return self._restart(error)
+        except BackendError as error:  # nobody's request failed; the next step shows what is left
+            logger.warning("the backend could not rest: %s", error)
+        return []
+
     def close(self, reason: Exception | None = None) -> list[StepEvent]:
         """End everything and give the backend's memory back. Calling it again does nothing.
 

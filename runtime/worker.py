@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Listener = Callable[[TokenDelta | None], None]  # None: the request has ended
 T = TypeVar("T")
 
+_REST_AFTER_S = 2.0  # without work; the first step behind a rest takes a little longer
+
 _worker_numbers = itertools.count(1)
 
 
@@ -149,6 +151,7 @@ class Worker:
             queue.SimpleQueue()
         )
         self._handles: dict[int, RequestHandle] = {}  # engine thread only
+        self._is_rested = True  # there was no step since the engine did; engine thread only
         self._num_added = 0  # answers taken from the inbox; engine thread only
         # Guards what follows. `_room`: answers that may still be submitted.
         self._lock = threading.Lock()
@@ -271,7 +274,11 @@ class Worker:
             is_overlapped = self._engine.config.pipeline_depth > 1
             step = step_overlapped if is_overlapped else step_in_order
             while self._apply_inbox():
-                step(self._engine, self._deliver)
+                self._is_rested = not self._engine.has_work
+                if self._is_rested:
+                    self._deliver(self._engine.rest())
+                else:
+                    step(self._engine, self._deliver)
                 if self._engine.closed_by is not None:
                     break
         except BaseException as error:  # our own mistake: nobody must wait for ever for it
@@ -280,10 +287,14 @@ class Worker:
         self._shut(reason)
 
     def _apply_inbox(self) -> bool:
-        """Carry out what callers asked for; waits if there is nothing else to do."""
+        """Carry out what callers asked for; waits if there is nothing else to do, until the engine
+        is to rest."""
         engine, inbox = self._engine, self._inbox
         while not inbox.empty() or not engine.has_work:
-            command = inbox.get()
+            try:
+                command = inbox.get(timeout=None if self._is_rested else _REST_AFTER_S)
+            except queue.Empty:
+                return True
             if command is None:
                 return False
             if isinstance(command, list):

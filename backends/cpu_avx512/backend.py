@@ -36,12 +36,13 @@ from headrace.backends.cpu_avx512.threads import choose_kernels, choose_threads
 from headrace.backends.kv_ops import apply_kv_ops, kv_identity
 from headrace.backends.memory_budget import kv_budget_tokens, require_memory
 from headrace.backends.ort_import import load_onnxruntime
-from headrace.backends.ort_session import cpu_session, map_ort_errors
+from headrace.backends.ort_session import cpu_session, map_ort_errors, shrinking
 from headrace.backends.targets import choose_target
 from headrace.runtime.config import EngineConfig
 from headrace.runtime.core import Row, StepPlan
 from headrace.runtime.errors import BackendError, ConfigError, PackageError
 from headrace.runtime.machine.hardware import HardwareInfo
+from headrace.runtime.machine.memory import trim_heap
 from headrace.runtime.manifest import (
     BLOCK_MAXIMA,
     HIDDEN,
@@ -112,15 +113,8 @@ class CpuBackend:
         budget_tokens = kv_budget_tokens(
             target.weight_bytes, bytes_per_token, self._config, self._hardware
         )
-        cache = target.kv_cache.dtype
-        self._kv = KvStorage(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            row_elements=model.head_dim // (2 if cache == "int4" else 1),
-            capacity_tokens=context + chunk,
-            num_slots=slots,
-            dtype=_KV_TYPES[cache],
-        )
+        self._cache = cache = target.kv_cache.dtype
+        self._kv = self._storage(context + chunk, slots)
         # Pages come into being where they are written to.
         self._logits, self._probabilities = self._buffers(slots * _LOGITS_PER_SLOT)
         return Capabilities(
@@ -138,6 +132,8 @@ class CpuBackend:
         )
 
     def submit(self, plan: StepPlan) -> int:
+        if plan.is_rest:
+            self._rest()
         reads = apply_kv_ops(self._kv, plan.kv_ops) if plan.kv_ops else ()
         self._next_ticket += 1
         output = self._run(plan.rows)
@@ -153,9 +149,44 @@ class CpuBackend:
         self._results.clear()
         self._stages = []
         if hasattr(self, "_kv"):
-            self._kv.close()
+            self._kv.unbind()
             del self._kv
         self._logits, self._probabilities = _NO_LOGITS, Probabilities.empty(0, 0)
+
+    def _rest(self) -> None:
+        """Give back what grows with the largest step so far. The next one makes its own again."""
+        self._bound.clear()
+        self._stages = [stage.unbound() for stage in self._stages]
+        self._kv.unbind()
+        self._logits, self._probabilities = self._buffers(len(self._logits))
+        self._shrink()
+        trim_heap()
+
+    def _shrink(self) -> None:
+        """Have sessions give back what they keep, which they do behind a run only: of one token,
+        in a cache of its own."""
+        step = BoundStep(
+            [stage.unbound() for stage in self._stages],
+            ((0, 1, 1),),
+            self._storage(capacity_tokens=1, num_slots=1),
+            self._logits,
+            None,
+            self._manifest.model.hidden_size,
+        )
+        step.write([Row(seq_id=0, slot=0, past_len=0, tokens=(0,), num_logits=1)])
+        with map_ort_errors("giving memory back"):
+            step.run(shrinking())
+
+    def _storage(self, capacity_tokens: int, num_slots: int) -> KvStorage:
+        model, cache = self._manifest.model, self._cache
+        return KvStorage(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            row_elements=model.head_dim // (2 if cache == "int4" else 1),
+            capacity_tokens=capacity_tokens,
+            num_slots=num_slots,
+            dtype=_KV_TYPES[cache],
+        )
 
     def _open(self, graph: GraphInfo, num_threads: int, entries: Mapping[str, str]) -> Any:
         """The session; a rank of several has one of another kind."""

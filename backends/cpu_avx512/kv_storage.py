@@ -93,8 +93,8 @@ class KvStorage:
                 if length > 0:
                     self._map.madvise(advice, first, length)
 
-    def close(self) -> None:
-        """Drop all slots. The mapping goes when the last session that has it bound is gone."""
+    def unbind(self) -> None:
+        """Forget what `bind_range` made; the mapping stays as long as anybody has it bound."""
         self._bound.clear()
 
 

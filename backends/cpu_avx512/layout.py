@@ -140,13 +140,13 @@ class BoundStep:
         sampled = probabilities_buffer is not None
         self._bindings = [stage.binding(kv, *slots, sampled=sampled) for stage in stages]
 
-    def run(self) -> None:
-        """One stage after the other."""
+    def run(self, options: Any = None) -> None:
+        """One stage after the other; `options`: of ONNX Runtime."""
         for number in range(self.num_stages):
-            self.run_stage(number)
+            self.run_stage(number, options)
 
-    def run_stage(self, number: int) -> None:
-        self._bindings[number].run(self._tensors)
+    def run_stage(self, number: int, options: Any = None) -> None:
+        self._bindings[number].run(self._tensors, options)
 
     def output(self, model_ms: float) -> StepOutput:
         """Of what was run; valid until a step of the same buffers runs its last stage."""

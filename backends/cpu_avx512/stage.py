@@ -29,6 +29,10 @@ class Stage:
         self.outputs = [given.name for given in session.get_outputs()]
         self._bindings: OrderedDict[tuple[int, int, bool], SlotBinding] = OrderedDict()
 
+    def unbound(self) -> Stage:
+        """The same session with nothing bound."""
+        return Stage(self.session)
+
     @property
     def crossing(self) -> list[str]:
         """What it gives to the next one, if it is not the last."""
@@ -66,13 +70,17 @@ class SlotBinding:
             }
         )
 
-    def run(self, tensors: Tensors) -> None:
-        """Run a step of which these are all tensors beside the cache, the same names each time."""
+    def run(self, tensors: Tensors, options: Any = None) -> None:
+        """Run a step of which these are all tensors beside the cache, the same names each time.
+
+        Args:
+            options: of ONNX Runtime.
+        """
         if tensors is not self._bound:
             self._bound = None
             self._bind(tensors)
             self._bound = tensors
-        self._run(self._binding)
+        self._run(self._binding, options)
 
     def _bind(self, tensors: Tensors) -> None:
         for name in self._inputs:

@@ -66,11 +66,11 @@ class Chain:
     def io_binding(self) -> ChainBinding:
         return ChainBinding(self)
 
-    def run_with_iobinding(self, binding: ChainBinding) -> None:
+    def run_with_iobinding(self, binding: ChainBinding, options: Any = None) -> None:
         steps = binding.steps or self._bind(binding)
         binding.steps = steps
         for piece, (bound, partial) in zip(self._pieces, steps, strict=True):
-            piece.run_with_iobinding(bound)
+            piece.run_with_iobinding(bound, options)
             if partial is not None:
                 self.collective.all_reduce(partial)
         everybody = self.collective.all_gather(binding.head_sums)

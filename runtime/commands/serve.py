@@ -76,12 +76,14 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
         expected = f'{missing[0]} to be installed: pip install "headrace[server]"'
         raise ConfigError("serve", missing[0], expected)
     from headrace.runtime.commands.models import find_model
+    from headrace.runtime.machine.memory import share_heap
     from headrace.runtime.server.app import make_app
     from headrace.runtime.server.listen import Server, listening_socket
     from headrace.runtime.server.models import Models
     from headrace.runtime.server.options import ServerOptions
     from headrace.runtime.server.packages import served_packages
 
+    share_heap()
     key = args.api_key if args.api_key is not None else os.environ.get(API_KEY_VARIABLE)
     options = ServerOptions.from_dict({**vars(args), "api_key": key})
     engine_options = {**engine_options, "max_waiting": options.max_requests}

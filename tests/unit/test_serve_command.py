@@ -118,6 +118,17 @@ def test_mistakes(
     assert "num_threads" in complaint(capsys, 2, folder, "--threads", "0", "--port", "0")
 
 
+def test_threads_share_a_heap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    monkeypatch.setattr(
+        "headrace.runtime.machine.memory.share_heap", lambda: called.append("before any model")
+    )
+    complaint(capsys, 1, str(tmp_path / "nowhere"))
+    assert called == ["before any model"]
+
+
 def test_a_package_that_cannot_be_loaded_ends_it(
     package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.runtime.machine.memory import trim_heap
 from headrace.runtime.server.describe import with_description
 from headrace.runtime.server.guard import Guard
-from headrace.runtime.server.idle import WhenIdle
+from headrace.runtime.server.idle import WhenIdle, give_back
 from headrace.runtime.server.leases import Holding
 from headrace.runtime.server.models import Models
 from headrace.runtime.server.options import ServerOptions
@@ -48,7 +47,7 @@ def make_app(models: Models, options: ServerOptions) -> Starlette:
         paths=[route.path for route in [*routes, *page]],
         open_paths=open_paths,
     )
-    idle = Middleware(WhenIdle, call=trim_heap, after_s=_IDLE_S)
+    idle = Middleware(WhenIdle, call=give_back, after_s=_IDLE_S)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=options.cors_origins,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace.runtime.machine.memory import trim_heap
 
 
 class WhenIdle:
@@ -35,3 +38,9 @@ class WhenIdle:
                 loop = asyncio.get_running_loop()
                 call = partial(loop.run_in_executor, None, self._call)
                 self._timer = loop.call_later(self._after_s, call)
+
+
+def give_back() -> None:
+    """Collect what refers to itself, as an error and its traceback do; return what is free."""
+    gc.collect()
+    trim_heap()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Scope, Send
 
-from headrace.runtime.server.idle import WhenIdle
+from headrace.runtime.server.idle import WhenIdle, give_back
 
 AFTER_S = 0.05
 Ask = Callable[[str, asyncio.Event], Awaitable[None]]
@@ -90,3 +92,21 @@ def test_those_who_only_look_do_not_count() -> None:
         await ask("GET", ended())
 
     assert run(talk) == []
+
+
+class Loop:
+    """Refers to itself, as the traceback of an error does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_refers_to_itself_is_given_back() -> None:
+    gc.disable()  # else it might be collected anyway
+    try:
+        found = weakref.ref(Loop())
+        assert found() is not None
+        give_back()
+        assert found() is None
+    finally:
+        gc.enable()

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.backends.ort_import import load_onnxruntime
 from headrace.runtime.errors import BackendError, InsufficientMemoryError, PackageError
 
+_shares_threads = False  # of this process: ONNX Runtime has one pool for all, or each its own
 _OUT_OF_MEMORY = ("failed to allocate memory", "bad_alloc", "out of memory")
 
 
@@ -44,12 +45,31 @@ def map_ort_errors(doing: str) -> Iterator[None]:
 
 
 def share_threads(num_threads: int) -> None:
-    """Have sessions without threads of their own share these. Once a process, before the first."""
+    """Have all sessions of this process share threads, of which each would have its own otherwise.
+
+    Once, before the first session. Sessions that run at the same time are in each other's way less,
+    and one that runs alone is no slower (docs/measurements.md).
+    """
+    global _shares_threads
     load_onnxruntime().set_global_thread_pool_sizes(num_threads, 1)
+    _shares_threads = True
 
 
-def cpu_session(graph: Path, num_threads: int | None, entries: Mapping[str, str]) -> Any:
-    """An `InferenceSession` on the CPU with `num_threads` of its own, or those of `share_threads`.
+def set_threads(options: Any, num_threads: int) -> None:
+    """Give a session threads of its own, or those that `share_threads` has made.
+
+    Args:
+        num_threads: 0 for as many as ONNX Runtime likes.
+    """
+    if _shares_threads:
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = num_threads
+        options.inter_op_num_threads = 1
+
+
+def cpu_session(graph: Path, num_threads: int, entries: Mapping[str, str]) -> Any:
+    """An `InferenceSession` on the CPU with threads as of `set_threads`.
 
     `entries` are session configuration entries. Threads wait for the next step by spinning, for
     40 ms at most: without it a step takes up to 1.3x, and an idle runtime uses no CPU.
@@ -60,11 +80,7 @@ def cpu_session(graph: Path, num_threads: int | None, entries: Mapping[str, str]
         raise PackageError(f"{str(graph)!a} is no UTF-8 path; move the package") from None
     ort = load_onnxruntime()
     options = ort.SessionOptions()
-    if num_threads is None:
-        options.use_per_session_threads = False
-    else:
-        options.intra_op_num_threads = num_threads
-        options.inter_op_num_threads = 1
+    set_threads(options, num_threads)
     # It would keep a plan for each shape that it ever ran: 60 MB, and no faster.
     options.enable_mem_pattern = False
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL

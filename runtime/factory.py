@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headrace.backends import ort_session
 from headrace.backends.base import Backend
 from headrace.backends.cpu_avx512.encoder import CpuEncoder
+from headrace.backends.cpu_avx512.threads import choose_threads
 from headrace.backends.heads import CpuHeads
 from headrace.backends.isolated.backend import IsolatedBackend
 from headrace.backends.registry import choose_device, create_backend, is_split
@@ -80,6 +82,18 @@ def load_runtime(folder: Path, device: str, config: EngineConfig) -> Runtime:
         caps.kv_budget_tokens,
     )
     return runtime
+
+
+def share_threads(num_threads: int | None) -> None:
+    """Have all models of this process share threads. Once, before the first is loaded.
+
+    Args:
+        num_threads: as of `EngineConfig`.
+
+    Raises:
+        ConfigError: there cannot be so many.
+    """
+    ort_session.share_threads(choose_threads(probe_hardware(), num_threads).num_threads)
 
 
 def _backend(device: str, folder: Path, manifest: Manifest, config: EngineConfig) -> Backend:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.backends.ort_import import load_onnxruntime
-from headrace.backends.ort_session import map_ort_errors
+from headrace.backends.ort_session import map_ort_errors, set_threads
 from headrace.runtime.errors import BackendUnavailableError, HeadraceError
 
 PROVIDER = "CUDAExecutionProvider"
@@ -50,6 +50,7 @@ def cuda_session(graph: Path) -> Any:
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    set_threads(options, 0)  # as many as ONNX Runtime likes
     # TF32 is for what is float32 in the graph; the arena takes what is asked for and no more, since
     # the KV pool gets the rest.
     provider = {"device_id": 0, "use_tf32": 1, "arena_extend_strategy": "kSameAsRequested"}

@@ -107,4 +107,4 @@ class _CpuRank(CpuBackend):
         # So many sessions with threads of their own would be in each other's way.
         share_threads(num_threads)
         files = [package_path(self._folder, file) for file in self._pieces[graph.form]]
-        return Chain([cpu_session(file, None, entries) for file in files], self._collective)
+        return Chain([cpu_session(file, num_threads, entries) for file in files], self._collective)

@@ -76,6 +76,7 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
         expected = f'{missing[0]} to be installed: pip install "headrace[server]"'
         raise ConfigError("serve", missing[0], expected)
     from headrace.runtime.commands.models import find_model
+    from headrace.runtime.factory import share_threads
     from headrace.runtime.machine.memory import share_heap
     from headrace.runtime.server.app import make_app
     from headrace.runtime.server.listen import Server, listening_socket
@@ -96,6 +97,8 @@ def serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> bool:
         budget_bytes = _share_of_memory()
     served = served_packages(packages, args.device, engine_options, budget_bytes)
     models = Models(served, budget_bytes)
+    if len(packages) > 1:
+        share_threads(engine_options.get("num_threads"))
     listener = listening_socket(args.host, args.port)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from server_samples import WAIT_S
 
 from headrace.runtime import cli
+from headrace.runtime.errors import HeadraceError
 
 COMMAND = [sys.executable, "-m", "headrace.runtime.cli", "serve"]
 
@@ -127,6 +129,21 @@ def test_threads_share_a_heap(
     )
     complaint(capsys, 1, str(tmp_path / "nowhere"))
     assert called == ["before any model"]
+
+
+def test_several_models_share_threads(
+    package: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(num_threads: int | None) -> None:
+        raise HeadraceError(f"{num_threads} threads are to be shared")
+
+    monkeypatch.setattr("headrace.runtime.factory.share_threads", refuse)
+    other = shutil.copytree(package, tmp_path / "other")
+    line = complaint(capsys, 1, str(package), str(other), "--threads", "2", "--port", "0")
+    assert "2 threads are to be shared" in line
 
 
 def test_a_package_that_cannot_be_loaded_ends_it(

@@ -22,6 +22,7 @@ Ids = NDArray[np.int64]
 
 _BLOCK = PROBABILITY_BLOCK  # tokens a block of the untruncated draw
 _COLUMNS = 64  # tokens a block maximum stands for
+_TINY = float(np.finfo(np.float32).tiny)
 _SORT_KEYS_FROM = 256  # candidates from which building sort keys costs less than it saves
 
 
@@ -130,7 +131,9 @@ def weigh(
 
     In float32, with a relative error of up to 2e-6 at exponents of 40.
     """
-    out, factor = scratch.weights, np.float32(inv_temperature * scratch.exponent_unit)
+    # Not zero, which times the minus infinity of a banned token is NaN.
+    factor = np.float32(max(inv_temperature * scratch.exponent_unit, _TINY))
+    out = scratch.weights
     if shift:
         np.subtract(logits, np.float32(shift), out=out)
         np.multiply(out, factor, out=out)

@@ -37,7 +37,9 @@ def bell(vocab_size: int, scale: float, seed: int) -> Logits:
     return (rng.normal(size=vocab_size) * scale).astype(np.float32)
 
 
-temperatures = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.05, 5.0))
+temperatures = st.one_of(
+    st.just(0.0), st.just(1.0), st.floats(0.05, 5.0), st.sampled_from((1e39, 1e308))
+)
 
 
 @st.composite

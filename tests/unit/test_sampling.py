@@ -266,6 +266,15 @@ def test_a_ban_does_not_hide_a_nan() -> None:
         make_sampler(config, 2).sample(logits, 0)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_no_temperature_revives_a_banned_token(top_p: float) -> None:
+    """The inverse of this one is zero in float32."""
+    config = GenerationConfig(temperature=1e308, top_p=top_p, logit_bias={0: -math.inf})
+    sampler = make_sampler(config, 300)
+    drawn = {sampler.sample(bell(300, 3.0, 0), position)[0] for position in range(3000)}
+    assert 0 not in drawn and len(drawn) > 250
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_banning_everything_is_the_requests_error(temperature: float) -> None:
     config = GenerationConfig(

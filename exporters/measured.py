@@ -11,7 +11,13 @@ from headrace.exporters.graph.decoder import DecoderParts
 from headrace.exporters.graph.linear import LinearFormat
 from headrace.exporters.graph.mixed import MixedFormat
 from headrace.exporters.precision import FORMATS, Precision, Rule, first_match
-from headrace.exporters.selection import Upgrade, choose_upgrades, keep_sensitive, predicted_us
+from headrace.exporters.selection import (
+    Upgrade,
+    choose_bargains,
+    choose_upgrades,
+    keep_sensitive,
+    predicted_us,
+)
 from headrace.exporters.sensitivity import measure_sensitivity
 
 _PIECE_TOKENS = 48  # of prose and of conversation each, to measure single weights on
@@ -110,12 +116,30 @@ class Measurement:
         for name in keep_sensitive(low, sizes, int(_KEPT_SHARE * sum(sizes.values()))):
             plan.raised[name] = better
 
+    def take_bargains(self) -> None:
+        """Give more bits where that saves far more than it costs, whatever the threshold."""
+        self.measure()
+        assigned, plan = self._assigned(), self._plan
+        total_us = sum(self._time(name, plan.format_of(name)) for name in assigned)
+        chosen = choose_bargains(assigned, total_us, self._candidates(assigned))
+        plan.raised |= {upgrade.name: upgrade.format for upgrade in chosen}
+
     def upgrade(self, joint_nats: float, threshold_nats: float) -> bool:
         """Give more bits to what costs most for its time; False if nothing is left to give."""
         self.measure()
-        plan = self._plan
-        assigned = {name: plan.nats_of(name) or 0.0 for name in plan.sensitivity}
-        ladder = plan.precision.measured
+        assigned = self._assigned()
+        candidates = self._candidates(assigned)
+        chosen = choose_upgrades(joint_nats, threshold_nats, assigned, candidates)
+        self._plan.raised |= {upgrade.name: upgrade.format for upgrade in chosen}
+        return bool(chosen)
+
+    def _assigned(self) -> dict[str, float]:
+        """What weights cost in the formats that they have."""
+        return {name: self._plan.nats_of(name) or 0.0 for name in self._plan.sensitivity}
+
+    def _candidates(self, assigned: dict[str, float]) -> list[Upgrade]:
+        """All that could be better, but what rules pin."""
+        plan, ladder = self._plan, self._plan.precision.measured
         candidates = []
         for name, nats in assigned.items():
             now = plan.format_of(name)
@@ -125,9 +149,7 @@ class Measurement:
                 saved = nats - self._cost_in(name, better)
                 added = self._time(name, better) - self._time(name, now)
                 candidates.append(Upgrade(name, better, saved, added))
-        chosen = choose_upgrades(joint_nats, threshold_nats, assigned, candidates)
-        plan.raised |= {upgrade.name: upgrade.format for upgrade in chosen}
-        return bool(chosen)
+        return candidates
 
     def _cost_in(self, name: str, format_name: str) -> float:
         if format_name == "fp32":

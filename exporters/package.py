@@ -236,7 +236,7 @@ class _Export:
         if self.precision.name == "int4":
             measurement.keep_sensitive()
         elif self.precision.measured:
-            measurement.measure()
+            measurement.take_bargains()
         cache = found
         if self.training is not None:
             self.parts = self.training.run(self.parts, self.plan, found.reference, self.progress)

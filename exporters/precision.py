@@ -82,7 +82,7 @@ _ALL = (
     Precision(
         "auto",
         "cpu_auto",
-        "w8a8_row, and more bits where --quant-threshold needs them",
+        "w8a8_row, and more bits where that wins much or --quant-threshold asks",
         "w8a8_row",
         rotate=True,
         measured=("w8a8_block", "fp32"),

@@ -32,6 +32,7 @@ _GFLOP_S = {
 }
 _GBYTE_S = 10.0
 _ROWS = (1, 16)
+_BARGAIN = 8.0  # share of the cost for a share of the time
 _MARGIN = 0.9  # of the threshold, aimed at: single costs do not quite add up
 
 
@@ -75,6 +76,24 @@ def choose_upgrades(
         if scale * sum(u.saved_nats for u in taken.values()) >= wanted:
             break
         taken.setdefault(upgrade.name, upgrade)
+    return list(taken.values())
+
+
+def choose_bargains(
+    assigned_nats: Mapping[str, float], total_us: float, candidates: Sequence[Upgrade]
+) -> list[Upgrade]:
+    """Upgrades that pay under any threshold, at most one a weight: a few weights may cost many
+    times as much as others of their size.
+
+    Args:
+        total_us: predicted time of all weights as they are (`_ROWS`).
+    """
+    total_nats = sum(assigned_nats.values())
+    taken: dict[str, Upgrade] = {}
+    for upgrade in sorted(candidates, key=lambda c: c.added_us):
+        least_nats = _BARGAIN * total_nats * upgrade.added_us / total_us
+        if upgrade.saved_nats > max(0.0, least_nats):
+            taken.setdefault(upgrade.name, upgrade)
     return list(taken.values())
 
 

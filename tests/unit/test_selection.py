@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from headrace.exporters.precision import FORMATS, PRECISIONS, Rule, first_match, parse_rule
-from headrace.exporters.selection import Upgrade, choose_upgrades, keep_sensitive, predicted_us
+from headrace.exporters.selection import (
+    Upgrade,
+    choose_bargains,
+    choose_upgrades,
+    keep_sensitive,
+    predicted_us,
+)
 from headrace.runtime.errors import ConfigError
 
 COSTS = {"a": 0.004, "b": 0.003, "c": 0.001}
@@ -37,6 +43,17 @@ def test_one_upgrade_a_weight_and_none_that_makes_it_worse() -> None:
         Upgrade("b", "block", -0.001, 1.0),
     ]
     chosen = choose_upgrades(0.008, 0.0001, COSTS, upgrades)
+    assert [(u.name, u.format) for u in chosen] == [("a", "block")]
+
+
+def test_bargains_are_taken_under_any_threshold() -> None:
+    upgrades = [
+        Upgrade("a", "fp32", 0.004, 90.0),  # all of a half for a tenth is no bargain
+        Upgrade("a", "block", 0.0036, 50.0),  # 0.45 for 0.05 is one
+        Upgrade("b", "block", 0.001, 50.0),
+        Upgrade("c", "block", -0.0005, 0.0),
+    ]
+    chosen = choose_bargains(COSTS, 1000.0, upgrades)
     assert [(u.name, u.format) for u in chosen] == [("a", "block")]
 
 

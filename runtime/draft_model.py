@@ -46,6 +46,15 @@ class DraftModel:
             self._run([Row(0, 0, past_len, (0,), 1)], [])
         self._run([], [KvRelease(0)])
 
+    def rest(self) -> None:
+        """Have the backend give back what it keeps for the next steps."""
+        if self._has_failed:
+            return
+        try:
+            self._run([], [])
+        except HeadraceError as error:
+            self._give_up(error)
+
     def close(self) -> None:
         self._has_failed = True
         self._backend.close()
@@ -73,8 +82,7 @@ class DraftModel:
         try:
             output = self._run(rows, ops)
         except HeadraceError as error:
-            logger.warning("the draft model failed and is not asked any more: %s", error)
-            self._has_failed = True
+            self._give_up(error)
             return found, 0.0
         line = 0
         for i, row in zip(order, rows, strict=True):
@@ -85,6 +93,10 @@ class DraftModel:
                 found[i] = Prediction(token, float(output.entropy_nats[line]))
                 line += 1
         return found, output.model_ms
+
+    def _give_up(self, error: HeadraceError) -> None:
+        logger.warning("the draft model failed and is not asked any more: %s", error)
+        self._has_failed = True
 
     def _row(self, wanted: Wanted, max_tokens: int) -> Row:
         """What the model has not read of a sequence and its guesses, from the beginning."""

@@ -272,7 +272,9 @@ class Engine:
         return events
 
     def rest(self) -> list[StepEvent]:
-        """Have the backend give back what it keeps for the next steps; while there is no work."""
+        """Have the backends give back what they keep for the next steps; while there is no work."""
+        if self._draft_model is not None:
+            self._draft_model.rest()
         try:
             self._backend.collect(self._backend.submit(StepPlan(0, ())))
         except EngineProcessError as error:

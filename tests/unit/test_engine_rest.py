@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from engine_samples import Answers, make_engine, make_runtime, run_to_end
+from engine_samples import Answers, make_engine, make_runtime, make_text, run_to_end
 
 from headrace.backends.fake import FakeBackend
 from headrace.runtime import GenerationConfig, restarts, worker
-from headrace.runtime.core import StepPlan
+from headrace.runtime.core import Sequence, SequenceState, StepPlan
+from headrace.runtime.draft_model import DraftModel
+from headrace.runtime.drafting.model import Wanted
 from headrace.runtime.engine import Engine
 from headrace.runtime.errors import BackendError, EngineClosedError, EngineProcessError
 
@@ -77,6 +79,28 @@ def test_answers_are_the_same_after_one_that_failed(error: BackendError) -> None
     assert engine.rest() == []
     assert ask(engine, prompt) == first  # what it kept of the prompt may be gone
     assert engine.closed_by is None
+
+
+@pytest.mark.parametrize("error", [None, BackendError("no"), EngineProcessError("killed")])
+def test_a_draft_model_rests_too(error: BackendError | None) -> None:
+    draft, backend = FakeBackend() if error is None else Restless(error), FakeBackend()
+    engine = Engine(backend, make_text, [0], draft_backend=draft)
+    first = ask(engine, [1, 2, 3])
+    assert engine.rest() == []
+    assert draft.num_rests == (error is None)
+    assert backend.num_rests == 1
+    assert ask(engine, [1, 2, 3]) == first
+    assert engine.closed_by is None
+
+
+def test_a_draft_model_that_fails_at_rest_guesses_no_more() -> None:
+    sequence = Sequence(0, [1, 2], 2, 1000, state=SequenceState.RUNNING, slot=0)
+    for backend, unread in ((FakeBackend(), 1), (Restless(EngineProcessError("killed")), None)):
+        model = DraftModel(backend, 100, lambda *where: 0)
+        assert model.unread_tokens(sequence, 1) == 2
+        assert model.predict([Wanted(sequence, [])])[0] != [None]
+        model.rest()
+        assert model.unread_tokens(sequence, 1) == unread
 
 
 def test_an_engine_that_ends_at_rest_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from headrace.exporters.archs.bert import encoder_spec, is_encoder
 from headrace.exporters.archs.encoder_spec import EncoderSpec
-from headrace.exporters.archs.encoder_tensors import check_encoder_tensors
+from headrace.exporters.archs.encoder_tensors import check_encoder_tensors, encoder_weight_names
 from headrace.exporters.atomic_folder import atomic_folder
 from headrace.exporters.checkpoint.sentence_transformers import sentence_settings
 from headrace.exporters.checkpoint.source import Checkpoint, open_checkpoint
@@ -31,7 +31,7 @@ from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.measured import FormatPlan
 from headrace.exporters.options import ExportOptions
 from headrace.exporters.package import Progress, list_files
-from headrace.exporters.precision import find_precision
+from headrace.exporters.precision import check_rules, find_precision
 from headrace.exporters.weight_source import WeightSource
 from headrace.runtime.encoder.manifest import (
     EncoderInfo,
@@ -51,6 +51,16 @@ from headrace.runtime.manifest import (
 
 # Of a package against its FP32 graph, mean over texts; below it the package is not written.
 COSINE_GATE = 0.99
+_DECODERS_OWN = (
+    "kv_cache",
+    "forms",
+    "quant_threshold",
+    "calibration_text",
+    "qat_text",
+    "stages",
+    "tensor_parallel",
+    "targets",
+)
 _PRECISIONS = ("w8a8_row", "w7a8_row", "w8a8_block", "w4a8_block", "fp32")
 _WEIGHTS_FILE = "weights.bin"
 _GRAPH_FILE = "encoder.onnx"
@@ -106,6 +116,7 @@ def export_encoder(
     with open_checkpoint(source) as checkpoint:
         spec = encoder_spec(checkpoint.config, checkpoint.tensors)
         check_encoder_tensors(spec, checkpoint.tensors)
+        check_rules(chosen.rules, encoder_weight_names(spec))
         with atomic_folder(output, overwrite=chosen.overwrite, keep=source) as folder:
             return _Export(checkpoint, spec, folder, chosen, report).run()
 
@@ -116,7 +127,7 @@ def _check_options(options: ExportOptions) -> None:
         expected = f"one of {', '.join(_PRECISIONS)} for an encoder"
         raise ConfigError("precision", options.precision, expected)
     usual = ExportOptions()
-    for name in ("kv_cache", "forms", "quant_threshold", "calibration_text", "qat_text"):
+    for name in _DECODERS_OWN:
         if (value := getattr(options, name)) != getattr(usual, name):
             raise ConfigError(
                 name, value, "nothing: this source is an encoder, it has no use for it"

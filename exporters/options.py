@@ -88,6 +88,7 @@ class ExportOptions:
         }
         if not self.calibrate and (wanting := [name for name, wants in needs.items() if wants]):
             raise ConfigError("calibrate", False, f"calibration, which {wanting[0]} needs")
+        needs |= {"stages": self.stages > 1, "rule": bool(self.rules)}
         wanting = [name for name, wants in needs.items() if wants]
         if wanting and CPU_TARGET not in self.targets:
             raise ConfigError(
@@ -95,6 +96,8 @@ class ExportOptions:
             )
         if self.qat_text is not None:
             self._check_qat()
+        elif self.qat_steps != DEFAULT_QAT_STEPS:
+            raise ConfigError("qat_steps", self.qat_steps, "--qat beside it, the text to train on")
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -118,7 +121,9 @@ class ExportOptions:
         if not find_precision(self.precision).can_be_trained:
             names = ", ".join(name for name, p in PRECISIONS.items() if p.can_be_trained)
             raise ConfigError(
-                "qat", self.precision, f"a precision that rounds weights to 4 or 8 bits: {names}"
+                "precision",
+                self.precision,
+                f"with --qat one that rounds weights to 4 or 8 bits: {names}",
             )
         if any(rule.format == "keep" for rule in self.rules):
             raise ConfigError("rule", "keep", "with --qat no rule that keeps blocks as they are")

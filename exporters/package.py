@@ -17,6 +17,7 @@ import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from headrace.exporters.archs.spec import DecoderSpec
+from headrace.exporters.archs.tensors import weight_names
 from headrace.exporters.atomic_folder import atomic_folder
 from headrace.exporters.calibrate import (
     KV_GATE_NATS,
@@ -41,7 +42,7 @@ from headrace.exporters.graph.weights import WeightStore
 from headrace.exporters.measured import FormatPlan, Measurement
 from headrace.exporters.model import checked_spec, decoder_parts
 from headrace.exporters.options import CPU_TARGET, ExportOptions
-from headrace.exporters.precision import find_precision
+from headrace.exporters.precision import check_rules, find_precision
 from headrace.exporters.qat import Training, prepare_training
 from headrace.exporters.rank_target import write_rank_target
 from headrace.exporters.report import precision_report
@@ -117,6 +118,7 @@ def export_package(
         spec = checked_spec(checkpoint)
         if chosen.stages > spec.num_layers:
             raise ConfigError("stages", chosen.stages, f"at most one a layer, {spec.num_layers}")
+        check_rules(chosen.rules, weight_names(spec))
         tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
         training = None
         if chosen.qat_text is not None:
@@ -222,7 +224,9 @@ class _Export:
     def _write_measured(self, scratch: Path) -> tuple[TargetInfo, Fidelity | None, Fidelity | None]:
         """Calibrate, choose formats, write, measure, and repair what is over the threshold."""
         wanted = self.options.kv_cache
-        if not self.options.calibrate or (self.precision.name == "fp32" and wanted != "int8"):
+        if not self.options.calibrate or (
+            self.precision.name == "fp32" and wanted in ("auto", "fp32")
+        ):
             return self._write_target(None), None, None
         source, text = self.checkpoint.tokenizer, self.options.calibration_text
         bos = source.bos_token_id if source.add_bos else None
@@ -256,10 +260,12 @@ class _Export:
                 break
             shutil.rmtree(self.folder / self.precision.target)
         if not self.options.force:
+            added = None if scales is None else cache.kv_fidelity
+            alone = "" if added is None else f" (the cache adds {added.mean_kl_nats:.4f})"
             raise ExportError(
                 f"quant_threshold {limit} nats cannot be met: the package is "
-                f"{fidelity.mean_kl_nats:.4f} nats from the FP32 model; raise it, choose another "
-                "precision, or --force"
+                f"{fidelity.mean_kl_nats:.4f} nats from the FP32 model{alone}; raise it, choose "
+                "another precision or --kv-cache fp32, or --force"
             )
         return target, cache.kv_fidelity, fidelity
 

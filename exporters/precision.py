@@ -144,6 +144,18 @@ def parse_rule(text: str) -> Rule:
     return Rule(pattern, name)
 
 
+def check_rules(rules: Sequence[Rule], weight_names: Sequence[str]) -> None:
+    """Raises ConfigError: a rule is about none of these weights, stacked or not."""
+    for rule in rules:
+        parts = [Rule(part, rule.format) for part in rule.pattern.split("+")]
+        if not any(part.matches(name) for part in parts for name in weight_names):
+            raise ConfigError(
+                "rule",
+                f"{rule.pattern}={rule.format}",
+                f"a pattern that matches a weight, such as {weight_names[-1]}",
+            )
+
+
 def first_match(rules: Sequence[Rule], weight_name: str) -> Rule | None:
     """The rule that decides about a weight."""
     return next((rule for rule in rules if rule.matches(weight_name)), None)

@@ -24,7 +24,7 @@ from headrace.exporters.measured import FormatPlan, format_maker
 from headrace.exporters.options import ExportOptions
 from headrace.exporters.quant.formats import Blocks, Float, RowInt8
 from headrace.exporters.rotation import stream_obstacle
-from headrace.runtime.errors import ConfigError
+from headrace.runtime.errors import ConfigError, ExportError
 
 STATE_FILE = "state.json"
 _HELD_OUT_SEQUENCES = 4
@@ -122,12 +122,15 @@ def prepare_training(
     """Everything that can be found wrong before work starts.
 
     Raises:
-        ConfigError: torch is missing, the text is too short, the model has what cannot be trained,
+        ExportError: torch is missing.
+        ConfigError: the text is too short, the model has what cannot be trained,
             or the state beside `output` is of another training.
     """
     assert options.qat_text is not None
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("qat", "", "torch, which is not installed: pip install 'headrace[train]'")
+        raise ExportError(
+            "--qat needs torch, which is not installed: pip install 'headrace[train]'"
+        )
     size = min(_MAX_SEQUENCE_TOKENS, spec.context_tokens)
     encoded = tokenizer.encode(options.qat_text, add_special_tokens=False).ids
     ids = [i for i in encoded if i < spec.vocab_size]

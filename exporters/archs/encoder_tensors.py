@@ -31,12 +31,16 @@ def check_encoder_tensors(spec: EncoderSpec, tensors: Mapping[str, Shaped]) -> N
         )
 
 
-def _expected(spec: EncoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's name and shape. Lazy: a hostile count of layers ends at the first missing."""
+def encoder_weight_names(spec: EncoderSpec) -> list[str]:
+    """Of every matrix whose format can be chosen, as `precision_report.json` has them."""
+    layers = [name.format(i) for i in range(spec.num_layers) for name in _linears(spec)]
+    return [spec.word, *layers]
+
+
+def _linears(spec: EncoderSpec) -> dict[str, tuple[int, int]]:
+    """Of each linear layer its [out, in]."""
     hidden, inner, names = spec.hidden_size, spec.intermediate_size, spec.layer
-    yield f"{spec.word}.weight", (spec.vocab_size, hidden)
-    yield f"{spec.position}.weight", (spec.first_position + spec.max_tokens, hidden)
-    linears = {
+    return {
         names.query: (hidden, hidden),
         names.key: (hidden, hidden),
         names.value: (hidden, hidden),
@@ -44,13 +48,20 @@ def _expected(spec: EncoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         names.inner: (inner, hidden),
         names.outer: (hidden, inner),
     }
+
+
+def _expected(spec: EncoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor's name and shape. Lazy: a hostile count of layers ends at the first missing."""
+    hidden, names = spec.hidden_size, spec.layer
+    yield f"{spec.word}.weight", (spec.vocab_size, hidden)
+    yield f"{spec.position}.weight", (spec.first_position + spec.max_tokens, hidden)
     if spec.token_type is not None:
         yield f"{spec.token_type}.weight", (spec.token_types, hidden)
     yield from _norm(spec.embedding_norm, hidden)
     for layer in range(spec.num_layers):
         for norm in (names.attention_norm, names.mlp_norm):
             yield from _norm(norm.format(layer), hidden)
-        for name, shape in linears.items():
+        for name, shape in _linears(spec).items():
             yield f"{name.format(layer)}.weight", shape
             yield f"{name.format(layer)}.bias", shape[:1]
 

@@ -70,6 +70,12 @@ def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
         yield f"{spec.head}.weight", (spec.vocab_size, hidden)
 
 
+def weight_names(spec: DecoderSpec) -> list[str]:
+    """Of every matrix whose format can be chosen, as `precision_report.json` has them."""
+    layers = [name.format(i) for i in range(spec.num_layers) for name in linear_shapes(spec)]
+    return [spec.embed, spec.head, *layers]
+
+
 def linear_shapes(spec: DecoderSpec) -> dict[str, tuple[tuple[int, int], bool]]:
     """Of each linear layer its [out, in], and whether it has a bias."""
     hidden, inner, names = spec.hidden_size, spec.intermediate_size, spec.layer

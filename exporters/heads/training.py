@@ -89,13 +89,14 @@ def train_package_heads(
     call goes on after an interruption.
 
     Raises:
-        ConfigError: torch is missing, or that folder is of another training.
+        ConfigError: that folder is of another training.
         CheckpointError, PackageError: source or package cannot be used.
-        ExportError: there is too little to learn from, or files cannot be written.
+        ExportError: torch is missing, there is too little to learn from, or files cannot be
+            written.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "train-heads", "", "torch, which is not installed: pip install 'headrace[train]'"
+        raise ExportError(
+            "train-heads needs torch, which is not installed: pip install 'headrace[train]'"
         )
     manifest = read_manifest(package)
     cpu = [target for target in manifest.targets if target.device == "cpu"]

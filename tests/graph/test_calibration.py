@@ -94,6 +94,20 @@ def test_rounding_with_gram_matrices_is_nearer_to_the_model(
     assert errors[0] < ratio * errors[1]
 
 
+@pytest.mark.parametrize("precision", ["w8a8_row", "fp32"])
+@pytest.mark.parametrize(
+    ("wanted", "dtype"), [("int4", "int4"), ("int8", "int8"), ("fp32", "float32")]
+)
+def test_the_cache_is_the_one_asked_for(
+    precision: str, wanted: str, dtype: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = export_package(
+        tiny_checkpoint(), tmp_path / "p", precision=precision, kv_cache=wanted, forms=["uniform"]
+    )
+    assert result.manifest.targets[0].kv_cache.dtype == dtype
+    assert (result.kv_fidelity is None) == (wanted == "fp32")
+
+
 def test_gram_matrices_in_several_passes_are_those_of_one(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

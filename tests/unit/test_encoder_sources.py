@@ -15,6 +15,7 @@ from headrace.exporters import cli
 from headrace.exporters.checkpoint.sentence_transformers import sentence_settings
 from headrace.exporters.encoder_package import export_encoder, measuring_texts
 from headrace.exporters.package import export_package
+from headrace.exporters.precision import Rule
 from headrace.runtime.errors import CheckpointError, ConfigError, ExportError
 
 Capture = pytest.CaptureFixture[str]
@@ -77,6 +78,10 @@ def test_missing_files(source: Path, name: str) -> None:
     [
         ({"precision": "auto"}, "for an encoder"),
         ({"kv_cache": "int8"}, "this source is an encoder"),
+        ({"stages": 2}, "this source is an encoder"),
+        ({"tensor_parallel": 2}, "this source is an encoder"),
+        ({"targets": ("cuda_fp16",)}, "this source is an encoder"),
+        ({"rules": [Rule("*.nothing", "fp32")]}, "such as encoder.layer."),
         ({"quant_threshold": 0.1}, "this source is an encoder"),
         ({"precision": "int3"}, "precision='int3'"),
     ],

@@ -37,11 +37,11 @@ def run(
         importlib.util, "find_spec", lambda name: found("json" if name == "torch" else name)
     )
 
-    def export(text: str | bytes, *options: str) -> str:
+    def export(text: str | bytes, *options: str, code: int = 2) -> str:
         file = tmp_path / "text.txt"
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         given = ["-o", str(tmp_path / "out"), "-p", "int4", "--qat", str(file), *options]
-        assert cli.main([str(tiny_checkpoint()), *given]) == 2
+        assert cli.main([str(tiny_checkpoint()), *given]) == code
         complaint = capsys.readouterr().err
         assert complaint.count("\n") == 1
         assert not (tmp_path / "out").exists()
@@ -55,7 +55,7 @@ def test_torch_is_missing(run: Callable[..., str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch" else found(name)
     )
-    assert "headrace[train]" in run(LONG_TEXT)
+    assert "--qat needs torch" in run(LONG_TEXT, code=1)
 
 
 @pytest.mark.parametrize(
